@@ -1,0 +1,1 @@
+"""embcache: embedding tables larger than accelerator memory."""

@@ -1,0 +1,1 @@
+"""The compiled core: no torch, no Python objects in loops."""

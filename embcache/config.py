@@ -1,0 +1,391 @@
+"""What a user says about tables, filters, optimizers and initial values: frozen dataclasses that check themselves.
+
+Everything here is plain data: no torch, no compiled code. A bad value raises `ConfigError` when the object is made, so
+no later stage has to look at it again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from .errors import ConfigError
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdmitAndEvictConfig",
+    "Constant",
+    "Initializer",
+    "LinearRamp",
+    "Normal",
+    "OptimizerSpec",
+    "RowWiseAdagrad",
+    "TableConfig",
+    "TruncatedNormal",
+    "Uniform",
+    "Zeros",
+]
+
+MAX_EMBEDDING_DIM = 8192
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+def _finite(owner: str, name: str, value: Any, *, low: float | None = None, above: float | None = None, below: float | None = None) -> float:
+    """Return `value` as float, or raise `ConfigError` naming the owner, the field, the value and the allowed range."""
+    allowed = "a finite number"
+    if low is not None:
+        allowed += f" >= {low:g}"
+    if above is not None:
+        allowed += f" > {above:g}"
+    if below is not None:
+        allowed += f" and < {below:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        try:
+            number = float(value.item()) if hasattr(value, "item") and not isinstance(value, bool) else math.nan
+        except (TypeError, ValueError):
+            number = math.nan
+    else:
+        number = float(value)
+    bad = not math.isfinite(number)
+    bad = bad or (low is not None and number < low) or (above is not None and number <= above)
+    bad = bad or (below is not None and number >= below)
+    if bad:
+        raise ConfigError(f"{owner}: {name} = {value!r}; give {allowed}")
+    return number
+
+
+def _integer(owner: str, name: str, value: Any, *, low: int, high: int = INT64_MAX) -> int:
+    """Return `value` as int, or raise `ConfigError`; booleans and fractions are refused."""
+    try:
+        number = value.__index__() if not isinstance(value, bool) else None
+    except (AttributeError, TypeError):
+        number = None
+    if number is None or not low <= number <= high:
+        raise ConfigError(f"{owner}: {name} = {value!r}; give an integer from {low} to {high}")
+    return int(number)
+
+
+# ---------------------------------------------------------------------------------------------------- initial values
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Base of the initial-value rules. A new row is a pure function of (table name, seed, key, element): promise I8."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class Zeros(Initializer):
+    """Every element is 0."""
+
+    kind: ClassVar[str] = "zeros"
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """Every element is `value`."""
+
+    kind: ClassVar[str] = "constant"
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _finite("Constant", "value", self.value))
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Uniform in [low, high): low + (high - low) * u in float32, u a multiple of 2**-24."""
+
+    kind: ClassVar[str] = "uniform"
+    low: float = -0.05
+    high: float = 0.05
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", _finite("Uniform", "low", self.low))
+        object.__setattr__(self, "high", _finite("Uniform", "high", self.high))
+        if self.low > self.high:
+            raise ConfigError(f"Uniform: low = {self.low!r} exceeds high = {self.high!r}; swap them")
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Normal with the given mean and standard deviation, by inversion with IEEE basic operations only."""
+
+    kind: ClassVar[str] = "normal"
+    mean: float = 0.0
+    std: float = 0.05
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", _finite("Normal", "mean", self.mean))
+        object.__setattr__(self, "std", _finite("Normal", "std", self.std, low=0.0))
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Initializer):
+    """Normal truncated to mean +- 2 std, by counter-based rejection."""
+
+    kind: ClassVar[str] = "truncated_normal"
+    mean: float = 0.0
+    std: float = 0.05
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", _finite("TruncatedNormal", "mean", self.mean))
+        object.__setattr__(self, "std", _finite("TruncatedNormal", "std", self.std, low=0.0))
+
+
+@dataclass(frozen=True)
+class LinearRamp(Initializer):
+    """Element j of a row of dim d is start + (stop - start) * (j / d) in float32: the same row for every key."""
+
+    kind: ClassVar[str] = "linear_ramp"
+    start: float = 0.0
+    stop: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", _finite("LinearRamp", "start", self.start))
+        object.__setattr__(self, "stop", _finite("LinearRamp", "stop", self.stop))
+
+
+# -------------------------------------------------------------------------------------------------------- optimizers
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Base of the sparse optimizers. They are lazy: only rows touched by the batch change, weight decay included.
+
+    Attributes
+    ----------
+    lr : float
+        Learning rate, >= 0. A scheduler may change it later through ``ebc.optimizer.param_groups``.
+    weight_decay : float
+        L2 penalty added to the gradient of the touched rows, once per update; >= 0.
+    """
+
+    kind: ClassVar[str] = ""
+    lr: float = 0.01
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        object.__setattr__(self, "lr", _finite(owner, "lr", self.lr, low=0.0))
+        object.__setattr__(self, "weight_decay", _finite(owner, "weight_decay", self.weight_decay, low=0.0))
+
+    def state_widths(self, dim: int) -> tuple[int, ...]:
+        """Width in float32 elements of each state array of a row of `dim` weights."""
+        return ()
+
+    def initial_state(self) -> tuple[float, ...]:
+        """Initial value of each state array."""
+        return ()
+
+
+@dataclass(frozen=True)
+class SGD(OptimizerSpec):
+    """w -= lr * g."""
+
+    kind: ClassVar[str] = "sgd"
+
+
+@dataclass(frozen=True)
+class Adagrad(OptimizerSpec):
+    """s += g * g; w -= lr * g / (sqrt(s) + eps), as `torch.optim.Adagrad` on sparse gradients with lr_decay = 0."""
+
+    kind: ClassVar[str] = "adagrad"
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        owner = type(self).__name__
+        object.__setattr__(self, "eps", _finite(owner, "eps", self.eps, low=0.0))
+        value = _finite(owner, "initial_accumulator_value", self.initial_accumulator_value, low=0.0)
+        object.__setattr__(self, "initial_accumulator_value", value)
+
+    def state_widths(self, dim: int) -> tuple[int, ...]:
+        return (dim,)
+
+    def initial_state(self) -> tuple[float, ...]:
+        return (self.initial_accumulator_value,)
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad(Adagrad):
+    """s += mean(g * g); w -= lr * g / (sqrt(s) + eps): one accumulator a row."""
+
+    kind: ClassVar[str] = "rowwise_adagrad"
+
+    def state_widths(self, dim: int) -> tuple[int, ...]:
+        return (1,)
+
+
+@dataclass(frozen=True)
+class Adam(OptimizerSpec):
+    """As `torch.optim.SparseAdam`: m += (1-b1)(g-m); v += (1-b2)(g*g-v); w -= lr*sqrt(1-b2^t)/(1-b1^t) * m/(sqrt(v)+eps).
+
+    t is the collection's step count, advanced once per applied update.
+    """
+
+    kind: ClassVar[str] = "adam"
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
+            raise ConfigError(f"Adam: betas = {self.betas!r}; give two numbers >= 0 and < 1")
+        betas = tuple(_finite("Adam", f"betas[{i}]", beta, low=0.0, below=1.0) for i, beta in enumerate(self.betas))
+        object.__setattr__(self, "betas", betas)
+        object.__setattr__(self, "eps", _finite("Adam", "eps", self.eps, low=0.0))
+
+    def state_widths(self, dim: int) -> tuple[int, ...]:
+        return (dim, dim)
+
+    def initial_state(self) -> tuple[float, ...]:
+        return (0.0, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+
+@dataclass(frozen=True)
+class AdmitAndEvictConfig:
+    """When a key earns a row and when it loses it.
+
+    Attributes
+    ----------
+    admit_threshold : int
+        A key is admitted once its number of occurrences (all of the current batch included) has reached this;
+        -1 (off), 0 and 1 admit at once.
+    not_admitted_default_value : float
+        What every element of a key reads until it is admitted.
+    evict_threshold : int
+        A sweep evicts keys whose largest timestamp is more than this below the newest timestamp seen; 0 is off.
+        Unit: that of the timestamps (steps for ``time_source="step"``).
+    evict_step_interval : int
+        A sweep happens at each training step that is a multiple of this; needed when `evict_threshold` is set.
+    evict_keep_min : int
+        A floor of keys below which a sweep does not go. Only 0 in this version.
+    time_source : str
+        ``"timestamps"``: each batch brings int64 timestamps, one per value. ``"step"``: the step number is the time.
+    policy : str
+        ``"count"``. (``"show_click"`` is not in this version.)
+    show_click : object
+        Parameters of the show/click policy. Only None in this version.
+    """
+
+    admit_threshold: int = -1
+    not_admitted_default_value: float = 0.0
+    evict_threshold: int = 0
+    evict_step_interval: int = 0
+    evict_keep_min: int = 0
+    time_source: str = "timestamps"
+    policy: str = "count"
+    show_click: Any = None
+
+    def __post_init__(self) -> None:
+        owner = "AdmitAndEvictConfig"
+        object.__setattr__(self, "admit_threshold", _integer(owner, "admit_threshold", self.admit_threshold, low=-1))
+        value = _finite(owner, "not_admitted_default_value", self.not_admitted_default_value)
+        object.__setattr__(self, "not_admitted_default_value", value)
+        object.__setattr__(self, "evict_threshold", _integer(owner, "evict_threshold", self.evict_threshold, low=0))
+        interval = _integer(owner, "evict_step_interval", self.evict_step_interval, low=0)
+        object.__setattr__(self, "evict_step_interval", interval)
+        if self.evict_threshold > 0 and interval == 0:
+            raise ConfigError(f"{owner}: evict_threshold = {self.evict_threshold} without a sweep; set evict_step_interval to 1 or more")
+        if self.evict_threshold == 0 and interval > 0:
+            raise ConfigError(f"{owner}: evict_step_interval = {interval} without an evict_threshold; set evict_threshold to 1 or more")
+        if self.time_source not in ("timestamps", "step"):
+            raise ConfigError(f'{owner}: time_source = {self.time_source!r}; give "timestamps" or "step"')
+        if self.policy != "count" or self.show_click is not None:
+            raise ConfigError(f'{owner}: policy = {self.policy!r}, show_click = {self.show_click!r}; this version has policy "count" only')
+        if self.evict_keep_min != 0:
+            raise ConfigError(f"{owner}: evict_keep_min = {self.evict_keep_min!r}; this version has no floor, give 0")
+
+    @property
+    def admits(self) -> bool:
+        """Whether a key may have to wait for its row."""
+        return self.admit_threshold > 1
+
+    @property
+    def evicts(self) -> bool:
+        """Whether sweeps happen."""
+        return self.evict_threshold > 0
+
+    @property
+    def needs_timestamps(self) -> bool:
+        """Whether a batch must bring timestamps."""
+        return self.evicts and self.time_source == "timestamps"
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """One embedding table.
+
+    Attributes
+    ----------
+    name : str
+        Unique within a collection; part of what a new row's values are made of.
+    embedding_dim : int
+        Elements of a row, 1 to 8192.
+    feature_names : list of str
+        Features that look rows up in this table; default: one feature named like the table.
+    num_embeddings : int, optional
+        An upper bound of device slots (never of keys: any int64 key is legal).
+    pooling : str
+        ``"sum"`` or ``"mean"`` of a bag's rows; sequence collections ignore it.
+    dtype : str
+        ``"float32"`` in this version.
+    initializer : Initializer
+    seed : int
+    hbm_rows : int, optional
+        Fixed number of device slots of this table; default: a share of the collection's ``hbm_bytes``.
+    admit_and_evict : AdmitAndEvictConfig, optional
+    directory : path, optional
+        File-backed tables are not in this version: only None.
+    """
+
+    name: str
+    embedding_dim: int
+    feature_names: list[str] | None = None
+    num_embeddings: int | None = field(default=None, kw_only=True)
+    pooling: str = field(default="sum", kw_only=True)
+    dtype: str = field(default="float32", kw_only=True)
+    initializer: Initializer = field(default=Uniform(-0.05, 0.05), kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    hbm_rows: int | None = field(default=None, kw_only=True)
+    admit_and_evict: AdmitAndEvictConfig | None = field(default=None, kw_only=True)
+    directory: str | Path | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"TableConfig: name = {self.name!r}; give a non-empty string")
+        owner = f"table {self.name!r}"
+        dim = _integer(owner, "embedding_dim", self.embedding_dim, low=1, high=MAX_EMBEDDING_DIM)
+        object.__setattr__(self, "embedding_dim", dim)
+        names = [self.name] if self.feature_names is None else self.feature_names
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names) or not list(names):
+            raise ConfigError(f"{owner}: feature_names = {names!r}; give a non-empty list of non-empty strings")
+        if len(set(names)) != len(names):
+            raise ConfigError(f"{owner}: feature_names = {list(names)!r} has a name twice; list each once")
+        object.__setattr__(self, "feature_names", list(names))
+        for option in ("num_embeddings", "hbm_rows"):
+            value = getattr(self, option)
+            if value is not None:
+                object.__setattr__(self, option, _integer(owner, option, value, low=1, high=2**31 - 2))
+        if self.pooling not in ("sum", "mean"):
+            raise ConfigError(f'{owner}: pooling = {self.pooling!r}; give "sum" or "mean"')
+        if self.dtype != "float32":
+            raise ConfigError(f'{owner}: dtype = {self.dtype!r}; this version stores "float32" only')
+        if not isinstance(self.initializer, Initializer):
+            raise ConfigError(f"{owner}: initializer = {self.initializer!r}; give an embcache initializer such as Uniform(-0.05, 0.05)")
+        object.__setattr__(self, "seed", _integer(owner, "seed", self.seed, low=INT64_MIN))
+        if self.admit_and_evict is not None and not isinstance(self.admit_and_evict, AdmitAndEvictConfig):
+            raise ConfigError(f"{owner}: admit_and_evict = {self.admit_and_evict!r}; give an AdmitAndEvictConfig or None")
+        if self.directory is not None:
+            raise ConfigError(f"{owner}: directory = {self.directory!r}; this version keeps tables in memory only, leave it out")

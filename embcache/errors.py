@@ -1,0 +1,102 @@
+"""The exceptions of embcache.
+
+Every error a user can cause derives from `EmbCacheError` and, where Python has a fitting built-in (`ValueError`,
+`MemoryError`, `OSError`), from that as well, so both styles of ``except`` work. A message says what was wrong, where,
+the number seen, the limit, and what to do. An error is raised before any state changes (promise I11).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "CorruptionError",
+    "DiskFullError",
+    "EmbCacheError",
+    "ForkError",
+    "FormatVersionError",
+    "HbmCapacityError",
+    "HostMemoryError",
+    "LockedError",
+    "PinnedKeyError",
+    "PlanError",
+    "ShapeError",
+]
+
+
+class EmbCacheError(Exception):
+    """Base class of every error that embcache raises on purpose."""
+
+
+class ConfigError(EmbCacheError, ValueError):
+    """A configuration value is missing, out of range, or contradicts another."""
+
+
+class ShapeError(EmbCacheError, ValueError):
+    """An array has the wrong dtype, shape, or length."""
+
+
+class ClosedError(EmbCacheError):
+    """The object was closed."""
+
+
+class ForkError(EmbCacheError):
+    """The object was made in another process; a forked child may not use it (promise I12)."""
+
+
+class PlanError(EmbCacheError):
+    """A plan was used out of order: swapped in before out, finished twice, cancelled too late."""
+
+
+class PinnedKeyError(EmbCacheError):
+    """A change was asked for a key that a planned, unfinished batch uses."""
+
+
+class HbmCapacityError(EmbCacheError):
+    """The batch needs more slots than the device buffer can give.
+
+    Attributes
+    ----------
+    table : str
+        Name of the table that ran out.
+    need : int
+        Slots that the batch needs in that table.
+    have : int
+        Slots that could be given: free ones plus residents that no unfinished batch pins.
+    never_fits : bool
+        True when the batch alone exceeds the table's capacity, so that waiting for other batches cannot help.
+    """
+
+    def __init__(self, message: str, *, table: str, need: int, have: int, never_fits: bool) -> None:
+        super().__init__(message)
+        self.table = table
+        self.need = need
+        self.have = have
+        self.never_fits = never_fits
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_capacity_error, (str(self), self.table, self.need, self.have, self.never_fits))
+
+
+def _rebuild_capacity_error(message: str, table: str, need: int, have: int, never_fits: bool) -> HbmCapacityError:
+    return HbmCapacityError(message, table=table, need=need, have=have, never_fits=never_fits)
+
+
+class HostMemoryError(EmbCacheError, MemoryError):
+    """Host memory could not be had; the table is as it was before the call."""
+
+
+class DiskFullError(EmbCacheError, OSError):
+    """The file system has no room; the previous generation or file is intact."""
+
+
+class CorruptionError(EmbCacheError):
+    """Stored bytes do not match their digest."""
+
+
+class FormatVersionError(EmbCacheError):
+    """Stored data has a format that this version does not read."""
+
+
+class LockedError(EmbCacheError):
+    """Another process holds the directory."""

@@ -17,7 +17,7 @@ CHECKED = os.environ.get("EMBCACHE_CHECKED") == "1"
 SANITIZE = os.environ.get("EMBCACHE_SANITIZE", "")
 
 # -ffp-contract=off: a fused multiply-add would make a row's initial value depend on the CPU (promise I8).
-COMPILE = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-Wall", "-Wno-unused-function"]
+COMPILE = "-O3 -std=gnu11 -ffp-contract=off -fno-strict-aliasing -pthread -Wall -Wno-unused-function".split()
 LINK = ["-pthread"]
 if SANITIZE:
     COMPILE += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-g", "-O1"]
@@ -51,5 +51,13 @@ def extensions() -> list[Extension]:
     ]
 
 
+def c_folder() -> str:
+    """Where the generated C goes: one folder per set of directives, as Cython does not notice when those change."""
+    return "build/cython-checked" if CHECKED else "build/cython"
+
+
 if __name__ == "__main__":
-    setup(ext_modules=cythonize(extensions(), compiler_directives=DIRECTIVES))
+    setup(
+        ext_modules=cythonize(extensions(), compiler_directives=DIRECTIVES, build_dir=c_folder()),
+        options={"build_ext": {"parallel": min(len(os.sched_getaffinity(0)), 8)}},
+    )

@@ -34,7 +34,15 @@ MAX_EMBEDDING_DIM = 8192
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
-def _finite(owner: str, name: str, value: Any, *, low: float | None = None, above: float | None = None, below: float | None = None) -> float:
+def _finite(
+    owner: str,
+    name: str,
+    value: Any,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> float:
     """Return `value` as float, or raise `ConfigError` naming the owner, the field, the value and the allowed range."""
     allowed = "a finite number"
     if low is not None:
@@ -297,13 +305,19 @@ class AdmitAndEvictConfig:
         interval = _integer(owner, "evict_step_interval", self.evict_step_interval, low=0)
         object.__setattr__(self, "evict_step_interval", interval)
         if self.evict_threshold > 0 and interval == 0:
-            raise ConfigError(f"{owner}: evict_threshold = {self.evict_threshold} without a sweep; set evict_step_interval to 1 or more")
+            raise ConfigError(
+                f"{owner}: evict_threshold = {self.evict_threshold} without a sweep; set evict_step_interval to 1 or more"
+            )
         if self.evict_threshold == 0 and interval > 0:
-            raise ConfigError(f"{owner}: evict_step_interval = {interval} without an evict_threshold; set evict_threshold to 1 or more")
+            raise ConfigError(
+                f"{owner}: evict_step_interval = {interval} without an evict_threshold; set evict_threshold to 1 or more"
+            )
         if self.time_source not in ("timestamps", "step"):
             raise ConfigError(f'{owner}: time_source = {self.time_source!r}; give "timestamps" or "step"')
         if self.policy != "count" or self.show_click is not None:
-            raise ConfigError(f'{owner}: policy = {self.policy!r}, show_click = {self.show_click!r}; this version has policy "count" only')
+            raise ConfigError(
+                f'{owner}: policy = {self.policy!r}, show_click = {self.show_click!r}; this version has policy "count" only'
+            )
         if self.evict_keep_min != 0:
             raise ConfigError(f"{owner}: evict_keep_min = {self.evict_keep_min!r}; this version has no floor, give 0")
 
@@ -383,9 +397,15 @@ class TableConfig:
         if self.dtype != "float32":
             raise ConfigError(f'{owner}: dtype = {self.dtype!r}; this version stores "float32" only')
         if not isinstance(self.initializer, Initializer):
-            raise ConfigError(f"{owner}: initializer = {self.initializer!r}; give an embcache initializer such as Uniform(-0.05, 0.05)")
+            raise ConfigError(
+                f"{owner}: initializer = {self.initializer!r}; give an embcache initializer such as Uniform(-0.05, 0.05)"
+            )
         object.__setattr__(self, "seed", _integer(owner, "seed", self.seed, low=INT64_MIN))
         if self.admit_and_evict is not None and not isinstance(self.admit_and_evict, AdmitAndEvictConfig):
-            raise ConfigError(f"{owner}: admit_and_evict = {self.admit_and_evict!r}; give an AdmitAndEvictConfig or None")
+            raise ConfigError(
+                f"{owner}: admit_and_evict = {self.admit_and_evict!r}; give an AdmitAndEvictConfig or None"
+            )
         if self.directory is not None:
-            raise ConfigError(f"{owner}: directory = {self.directory!r}; this version keeps tables in memory only, leave it out")
+            raise ConfigError(
+                f"{owner}: directory = {self.directory!r}; this version keeps tables in memory only, leave it out"
+            )

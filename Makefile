@@ -1,0 +1,66 @@
+# Two commands for newcomers: `make demo` and `make test`. Both make .venv, build the core in place and install the
+# pinned dependencies first. With PYTHON=/path/to/python given, that interpreter is used as it is (so does .ci/run,
+# where a wheel is installed in it).
+
+VENV := .venv
+ifdef PYTHON
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.built
+endif
+
+SYSTEM_PYTHON ?= $(shell command -v python3.11 || command -v python3)
+CORE := $(wildcard embcache/_core/*.pyx embcache/_core/*.pxd embcache/_core/include/*.h)
+
+# Safe path: without it `python -m pytest` would put this folder first on sys.path and shadow an installed wheel.
+ISOLATED := PYTHONSAFEPATH=1 $(PYTHON)
+
+# Options: make test PYTEST_ARGS="-k planner", make demo DEMO_ARGS="--batch-size 512"
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check lint sanitize bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
+
+demo: $(READY)  ## train on real flights with 10 % of the rows in HBM, compare with everything resident and with stock PyTorch
+	$(PYTHON) examples/flights.py $(DEMO_ARGS)
+
+test: $(READY)  ## the whole test suite
+	$(ISOLATED) -m pytest $(PYTEST_ARGS)
+
+check: lint sanitize  ## lint, types, and the core's tests under the address and undefined-behaviour sanitizers
+
+lint: $(READY)  ## ruff, mypy, cython-lint
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m cython_lint embcache/_core
+
+sanitize: $(READY)  ## the torch-free tests on a checked core with ASan and UBSan
+	PYTHON=$(PYTHON) tools/sanitize.sh
+
+bench: $(READY)  ## pytest-benchmark: our figures, and peers in the same run
+	$(ISOLATED) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds $(PYTEST_ARGS)
+
+clean:  ## remove everything that was built, the virtual environment included
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find embcache tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find embcache -name '*.so' -delete
+
+$(VENV)/.created:
+	$(SYSTEM_PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py | $(VENV)/.created
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The editable install has built everything; this rebuilds what changed since.
+$(VENV)/.built: $(VENV)/.installed $(CORE)
+	$(VENV)/bin/python setup.py --quiet build_ext --inplace
+	touch $@

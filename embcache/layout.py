@@ -1,0 +1,190 @@
+"""Where things stand in a collection: the order of its tables, their dim groups, the columns of its output, and how a
+feature-major batch becomes the flat, table-major arrays that the planner and the kernels work on.
+
+Tables of equal dim stand next to each other, so that one kernel call serves a whole dim group. Groups whose dim divides
+by a larger power of two come first: then every group of one contiguous allocation starts at its rows' natural
+alignment, without padding. The order of tables in here is *not* the user's; output names and columns are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .config import TableConfig
+from .errors import ConfigError, ShapeError
+from .features import JaggedFeatures, check_lengths
+
+__all__ = ["DimGroup", "FlatBatch", "TableLayout"]
+
+REMEMBERED_KEY_LISTS = 64
+
+
+@dataclass(frozen=True)
+class DimGroup:
+    """Tables of one dim: half-open ranges of tables and of columns (a column is one feature of one table)."""
+
+    dim: int
+    first_table: int
+    last_table: int
+    first_column: int
+    last_column: int
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """One batch, table-major: the values of column 0, then of column 1, ...
+
+    Attributes
+    ----------
+    keys : int64 (n,)
+    table_offsets : int64 (tables + 1,)
+    bag_offsets : int64 (columns * batch_size + 1,)
+        Positions at which each bag starts; a table's bags are adjacent.
+    timestamps : int64 (n,), or None
+    weights : float32 tensor (n,), or None
+        Per-sample weights in the same order; connected to the caller's weights in autograd.
+    lengths : list of int64 tensor (batch_size,)
+        One per column.
+    """
+
+    batch_size: int
+    keys: np.ndarray
+    table_offsets: np.ndarray
+    bag_offsets: np.ndarray
+    timestamps: np.ndarray | None
+    weights: torch.Tensor | None
+    lengths: list[torch.Tensor]
+
+
+class TableLayout:
+    """The fixed geometry of a collection's tables.
+
+    Attributes
+    ----------
+    tables : list of TableConfig
+        In the order of the core: dim groups adjacent.
+    groups : list of DimGroup
+    column_features : list of str
+        Input feature of each column, in the order of the core.
+    column_offsets : int64 (columns,)
+        First output column of each, in the user's order of tables and features.
+    column_is_mean : uint8 (columns,)
+    output_names, output_dims : list
+        In the user's order. A feature that several tables share is called ``"feature@table"``, as TorchRec does.
+    output_columns : list of int
+        Column of each output.
+    """
+
+    def __init__(self, tables: Sequence[TableConfig]) -> None:
+        if isinstance(tables, TableConfig) or not tables or not all(isinstance(table, TableConfig) for table in tables):
+            raise ConfigError(f"tables = {tables!r}; give a non-empty list of TableConfig")
+        names = [table.name for table in tables]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"table {name!r} is listed {names.count(name)} times; table names are unique within a collection")
+        self.tables = sorted(tables, key=lambda table: (-min(table.embedding_dim & -table.embedding_dim, 16), table.embedding_dim))
+        self.index_of = {table.name: t for t, table in enumerate(self.tables)}
+        self.column_features: list[str] = []
+        self.column_table: list[int] = []
+        for t, table in enumerate(self.tables):
+            self.column_features += _features_of(table)
+            self.column_table += [t] * len(_features_of(table))
+        self._first_column = np.searchsorted(self.column_table, np.arange(len(self.tables) + 1))
+        self.groups = self._make_groups()
+        self._name_outputs(tables)
+        self._sources: dict[tuple[str, ...], tuple[np.ndarray, bool]] = {}
+
+    def _make_groups(self) -> list[DimGroup]:
+        dims = [table.embedding_dim for table in self.tables]
+        starts = [t for t, dim in enumerate(dims) if t == 0 or dim != dims[t - 1]]
+        stops = [*starts[1:], len(dims)]
+        first = self._first_column
+        return [DimGroup(dims[a], a, b, int(first[a]), int(first[b])) for a, b in zip(starts, stops, strict=True)]
+
+    def _name_outputs(self, tables: Sequence[TableConfig]) -> None:
+        """Set the output names, dims and columns, in the user's order of tables."""
+        self.output_names: list[str] = []
+        self.output_dims: list[int] = []
+        self.output_columns: list[int] = []
+        for table in tables:
+            first = int(self._first_column[self.index_of[table.name]])
+            for k, feature in enumerate(_features_of(table)):
+                shared = self.column_features.count(feature) > 1
+                self.output_names.append(f"{feature}@{table.name}" if shared else feature)
+                self.output_dims.append(table.embedding_dim)
+                self.output_columns.append(first + k)
+        for name in self.output_names:
+            if self.output_names.count(name) > 1:
+                raise ConfigError(f"two outputs would be called {name!r}; rename the feature or the table")
+        self.column_offsets = np.zeros(len(self.column_features), dtype=np.int64)
+        self.column_offsets[self.output_columns] = np.cumsum([0, *self.output_dims[:-1]])
+        self.column_is_mean = np.array([self.tables[t].pooling == "mean" for t in self.column_table], dtype=np.uint8)
+        self.output_width = sum(self.output_dims)
+
+    def _source_columns(self, keys: tuple[str, ...]) -> tuple[np.ndarray, bool]:
+        """For each column the place of its feature in `keys`, and whether these are all of `keys` in order."""
+        known = self._sources.get(keys)
+        if known is not None:
+            return known
+        place = {key: f for f, key in enumerate(keys)}
+        for feature, t in zip(self.column_features, self.column_table, strict=True):
+            if feature not in place:
+                raise ShapeError(f"the batch has no feature {feature!r}, which table {self.tables[t].name!r} needs; it has {list(keys)!r}")
+        source = np.array([place[feature] for feature in self.column_features], dtype=np.int64)
+        if len(self._sources) >= REMEMBERED_KEY_LISTS:
+            self._sources.clear()
+        self._sources[keys] = source, bool(np.array_equal(source, np.arange(len(keys))))
+        return self._sources[keys]
+
+    def flatten(self, batch: JaggedFeatures) -> FlatBatch:
+        """Return `batch` in table-major order. Features that no table uses are left out.
+
+        Raises
+        ------
+        ShapeError
+            A feature is missing, or the tensors of the batch were changed into something that no longer fits.
+        """
+        source, identical = self._source_columns(batch._keys)
+        size = batch.batch_size
+        values = batch.values().detach().cpu().numpy()
+        lengths = batch.lengths().detach().cpu().numpy()
+        # Checked at construction too, but tensors can change since, and kernels index by these numbers.
+        check_lengths("batch", lengths, values.size)
+        bags = lengths.reshape(len(batch._keys), size)
+        timestamps = batch.timestamps_or_none()
+        stamps = None if timestamps is None else timestamps.detach().cpu().numpy()
+        weights = batch.weights_or_none()
+        per_feature = torch.split(batch.lengths(), size) if size else [batch.lengths()] * len(batch._keys)
+        if not identical:
+            counts = bags.sum(axis=1)
+            edges = np.concatenate(([0], np.cumsum(counts)))
+            slices = [slice(edges[f], edges[f + 1]) for f in source]
+            values = np.concatenate([values[piece] for piece in slices])
+            stamps = None if stamps is None else np.concatenate([stamps[piece] for piece in slices])
+            if weights is not None:
+                # A split's backward is one concatenation; a slice each would pad a full-length gradient each.
+                pieces = torch.split(weights, counts.tolist())
+                weights = torch.cat([pieces[f] for f in source])
+            bags = bags[source]
+        bag_offsets = np.zeros(bags.size + 1, dtype=np.int64)
+        np.cumsum(bags.reshape(-1), out=bag_offsets[1:])
+        return FlatBatch(
+            batch_size=size,
+            keys=values,
+            table_offsets=bag_offsets[self._first_column * size],
+            bag_offsets=bag_offsets,
+            timestamps=stamps,
+            weights=weights,
+            lengths=[per_feature[f] for f in source],
+        )
+
+
+def _features_of(table: TableConfig) -> list[str]:
+    """The table's features; `TableConfig` fills in the default, which the type of the field cannot say."""
+    features: Any = table.feature_names
+    return list(features)

@@ -36,7 +36,7 @@ test: $(READY)  ## the whole test suite
 check: lint sanitize  ## lint, types, and the core's tests under the address and undefined-behaviour sanitizers
 
 lint: $(READY)  ## ruff, mypy, cython-lint
-	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff check --output-format=concise .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m cython_lint embcache/_core

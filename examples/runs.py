@@ -1,0 +1,192 @@
+"""One training run and what it left: on embcache with a given share of the rows in HBM, or on plain PyTorch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+from tqdm import tqdm
+
+import embcache as ec
+from clicks import Clicks
+from dlrm import Dlrm
+from scores import auc, log_loss
+from stock import StockEmbeddings
+
+__all__ = ["Rows", "Run", "Setting", "run_embcache", "run_stock"]
+
+# Keys in ascending order, their weights, their optimizer state.
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+EVALUATION_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs share."""
+
+    dim: int
+    batch_size: int
+    epochs: int
+    seed: int
+    optimizer: str
+    sparse_lr: float
+    dense_lr: float
+
+    def sparse_spec(self) -> ec.OptimizerSpec:
+        """The optimizer of the embeddings, for embcache."""
+        return {"adagrad": ec.Adagrad, "adam": ec.Adam, "sgd": ec.SGD}[self.optimizer](lr=self.sparse_lr)
+
+    def sparse_stock(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """The same for plain PyTorch."""
+        rules = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam, "sgd": torch.optim.SGD}
+        return rules[self.optimizer](parameters, lr=self.sparse_lr)
+
+    def dense(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of the dense model."""
+        rules = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+        return rules[self.optimizer](model.parameters(), lr=self.dense_lr)
+
+
+@dataclass
+class Run:
+    """What one run showed; counts that plain PyTorch does not have are None."""
+
+    name: str
+    seconds: float
+    lookups: int
+    auc: float
+    log_loss: float
+    host_bytes: int
+    hbm_bytes: int
+    hit_rate: float | None = None
+    swap_in_rows: int | None = None
+    swap_out_rows: int | None = None
+    swap_bytes: int | None = None
+    rows: dict[str, Rows] = field(default_factory=dict)
+    dense: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def rows_per_second(self) -> float:
+        """Embedding rows looked up, and updated, per second of training."""
+        return self.lookups / self.seconds
+
+
+def run_embcache(name: str, tables: list[ec.TableConfig], train: Clicks, test: Clicks, setting: Setting) -> Run:
+    """Train with the slots that `tables` say (all rows resident where they say nothing)."""
+    model = _dense_model(train, setting)
+    ebc = ec.EmbeddingBagCollection(tables, optimizer=setting.sparse_spec())
+
+    def embed(batch: Clicks) -> torch.Tensor:
+        lengths = torch.ones(batch.keys.size, dtype=torch.int64)
+        return ebc(ec.JaggedFeatures(batch.features, torch.from_numpy(batch.keys.ravel()), lengths)).values()
+
+    def hit_rate() -> float:
+        stats = ebc.manager.stats()
+        return stats["hits"] / max(stats["hits"] + stats["misses"], 1)
+
+    seconds = _train(name, model, embed, [setting.dense(model)], train, setting, hit_rate)
+    stats = ebc.manager.stats()
+    share = hit_rate()
+    ebc.eval()
+    logits = _predict(model, embed, test)
+    row_bytes = 4 * setting.dim * (1 + len(setting.sparse_spec().state_widths(setting.dim)))
+    run = Run(
+        name=name,
+        seconds=seconds,
+        lookups=train.keys.size * setting.epochs,
+        auc=auc(test.labels, logits),
+        log_loss=log_loss(test.labels, logits),
+        host_bytes=stats["host_bytes"],
+        hbm_bytes=stats["hbm_bytes"],
+        hit_rate=share,
+        swap_in_rows=stats["swap_in_rows"],
+        swap_out_rows=stats["swap_out_rows"],
+        swap_bytes=(stats["swap_in_rows"] + stats["swap_out_rows"]) * row_bytes,
+        rows={table: _sorted_rows(view) for table, view in ebc.tables().items()},
+        dense={key: value.clone() for key, value in model.state_dict().items()},
+    )
+    ebc.manager.close()
+    return run
+
+
+def run_stock(name: str, tables: list[ec.TableConfig], train: Clicks, test: Clicks, setting: Setting) -> Run:
+    """Train plain PyTorch from the same initial values with the same optimizer."""
+    model = _dense_model(train, setting)
+    embeddings = StockEmbeddings(tables, np.concatenate([train.keys, test.keys], axis=1))
+    # Numbering the keys is not counted: plain PyTorch leaves it to whoever prepares the data.
+    train = train.with_keys(embeddings.index(train.keys))
+    test = test.with_keys(embeddings.index(test.keys))
+
+    def embed(batch: Clicks) -> torch.Tensor:
+        return embeddings(torch.from_numpy(batch.keys))
+
+    optimizers = [setting.dense(model), setting.sparse_stock(list(embeddings.parameters()))]
+    seconds = _train(name, model, embed, optimizers, train, setting, None)
+    logits = _predict(model, embed, test)
+    return Run(
+        name=name,
+        seconds=seconds,
+        lookups=train.keys.size * setting.epochs,
+        auc=auc(test.labels, logits),
+        log_loss=log_loss(test.labels, logits),
+        host_bytes=0,
+        hbm_bytes=embeddings.row_bytes(len(setting.sparse_spec().state_widths(setting.dim))),
+    )
+
+
+def _dense_model(train: Clicks, setting: Setting) -> Dlrm:
+    """The same initial values in every run."""
+    torch.manual_seed(setting.seed)
+    return Dlrm(train.dense.shape[1], len(train.features), setting.dim)
+
+
+def _train(
+    name: str,
+    model: Dlrm,
+    embed: Callable[[Clicks], torch.Tensor],
+    optimizers: list[torch.optim.Optimizer],
+    train: Clicks,
+    setting: Setting,
+    hit_rate: Callable[[], float] | None,
+) -> float:
+    """Train in time order, every epoch alike; return the seconds."""
+    steps = setting.epochs * -(-len(train) // setting.batch_size)
+    bar = tqdm(total=steps, desc=f"{name:>12}", unit="step", disable=None)
+    recent = 0.0
+    start = time.perf_counter()
+    for _ in range(setting.epochs):
+        for batch in train.batches(setting.batch_size):
+            logits = model(torch.from_numpy(batch.dense), embed(batch))
+            loss = binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            recent = 0.98 * recent + 0.02 * loss.item() if recent else loss.item()
+            bar.update()
+            if bar.n % 16 == 0 or bar.n == steps:
+                hits = "" if hit_rate is None else f", hit rate {hit_rate():.1%}"
+                bar.set_postfix_str(f"loss {recent:.4f}{hits}", refresh=False)
+    seconds = time.perf_counter() - start
+    bar.close()
+    return seconds
+
+
+@torch.no_grad()
+def _predict(model: Dlrm, embed: Callable[[Clicks], torch.Tensor], test: Clicks) -> np.ndarray:
+    parts = [model(torch.from_numpy(batch.dense), embed(batch)) for batch in test.batches(EVALUATION_BATCH)]
+    return torch.cat(parts).numpy()
+
+
+def _sorted_rows(view: ec.EmbTable) -> Rows:
+    """All rows of a table in the order of their keys: row indexes may differ between runs, rows may not."""
+    parts = [(keys.copy(), weights.copy(), state.copy()) for keys, weights, state, _, _ in view.items()]
+    keys, weights, state = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(keys)
+    return keys[order], weights[order], state[order]

@@ -1,0 +1,35 @@
+"""The README's examples run as they are printed, and the files it names exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_readme_has_examples_of_about_20_lines() -> None:
+    assert BLOCKS
+    assert all(len(block.splitlines()) <= 24 for block in BLOCKS)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_an_example_of_the_readme_runs(block: str, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert ran.returncode == 0, ran.stderr
+    expected = re.findall(r"#> (.*)", block)
+    assert ran.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_links_to_files_are_not_broken(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+        assert (ROOT / target).exists(), target

@@ -1,0 +1,264 @@
+/* Arithmetic on float32 rows: sums of scattered rows, dot products, optimizer updates.
+ *
+ * Promise kept here (I9): a result is a pure function of the values, whatever the ISA, the thread count or the place
+ * of a row. So: vectorized across the elements of a row only, reductions over a row in 16 fixed lanes, no fused
+ * multiply-add (-ffp-contract=off), no reciprocal or square-root approximation. Every function is inlined into a
+ * baseline and an AVX2 clone of its caller (ec_kernels.h); the 32-byte vector type is lowered to two registers
+ * where the ISA has 16-byte ones.
+ */
+#ifndef EC_ROWMATH_H
+#define EC_ROWMATH_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#define EC_HAS_AVX2_CLONE 1
+#define EC_TARGET_AVX2 __attribute__((target("avx2")))
+#else
+#define EC_HAS_AVX2_CLONE 0
+#define EC_TARGET_AVX2
+#endif
+
+#define EC_ROW_FN static inline __attribute__((always_inline))
+
+typedef float ec_f8 __attribute__((vector_size(32)));
+typedef float ec_f8u __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float ec_f4 __attribute__((vector_size(16)));
+typedef float ec_f4u __attribute__((vector_size(16), aligned(4), may_alias));
+
+#define EC_MAX_DIM 8192
+#define EC_SUM_BLOCK 256 /* occurrences of a key that are added up before the partial sum is added to the total */
+#define EC_RING 512      /* power of two >= EC_SUM_BLOCK + the longest prefetch distance */
+#define EC_RING_MASK (EC_RING - 1)
+#define EC_PREFETCH_BYTES 512 /* beyond this much of a row the hardware prefetcher has caught on */
+
+/* One row to be added: where it is, and its factor. */
+typedef struct {
+    const float *row;
+    float coef;
+} ec_source;
+
+/* Brings the cache lines of a row near. */
+EC_ROW_FN void ec_prefetch_row(const float *row, int64_t dim) {
+    const int64_t bytes = dim * 4 < EC_PREFETCH_BYTES ? dim * 4 : EC_PREFETCH_BYTES;
+    const uintptr_t end = (uintptr_t)row + (uintptr_t)bytes;
+    for (uintptr_t line = (uintptr_t)row & ~(uintptr_t)63; line < end; line += 64) __builtin_prefetch((const void *)line);
+}
+
+/* Rows to prefetch ahead when each step touches `arrays` rows of `dim`: about 32 cache lines in flight. */
+EC_ROW_FN int64_t ec_prefetch_distance(int64_t dim, int64_t arrays) {
+    const int64_t bytes = dim * 4 < EC_PREFETCH_BYTES ? dim * 4 : EC_PREFETCH_BYTES;
+    const int64_t lines = arrays * ((bytes + 63) / 64);
+    const int64_t distance = 32 / lines;
+    return distance < 4 ? 4 : distance > 16 ? 16 : distance;
+}
+
+EC_ROW_FN void ec_copy_row(float *restrict out, const float *restrict row, int64_t dim) {
+    memcpy(out, row, (size_t)dim * 4);
+}
+
+/* Copies past the caches; `out` must be 16-byte aligned and `dim` a multiple of 4. */
+EC_ROW_FN void ec_stream_row(float *restrict out, const float *restrict row, int64_t dim) {
+#if defined(__x86_64__)
+    for (int64_t j = 0; j < dim; j += 4) _mm_stream_ps(out + j, _mm_loadu_ps(row + j));
+#else
+    memcpy(out, row, (size_t)dim * 4);
+#endif
+}
+
+/* Makes streamed rows visible to whoever synchronizes with this thread next. */
+EC_ROW_FN void ec_stream_fence(void) {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+/* out (+)= sum of the ring's rows in order, for LANES * VECTORS elements from `column` on, kept in registers. */
+#define EC_FOR_VECTORS _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
+#define EC_DEFINE_SUM(NAME, VECTOR, UNALIGNED, LANES, VECTORS)                                                        \
+    EC_ROW_FN void NAME(float *out, const ec_source *ring, int64_t start, int64_t count, int64_t column,              \
+                        const int weighted, const int accumulate) {                                                   \
+        enum { vectors = VECTORS };                                                                                   \
+        VECTOR sum[vectors];                                                                                          \
+        int64_t i = 0;                                                                                                \
+        out += column;                                                                                                \
+        if (accumulate) {                                                                                             \
+            EC_FOR_VECTORS sum[v] = *(const UNALIGNED *)(out + v * LANES);                                            \
+        } else {                                                                                                      \
+            const ec_source *source = &ring[start & EC_RING_MASK];                                                    \
+            EC_FOR_VECTORS {                                                                                          \
+                sum[v] = *(const UNALIGNED *)(source->row + column + v * LANES);                                      \
+                if (weighted) sum[v] *= source->coef;                                                                 \
+            }                                                                                                         \
+            i = 1;                                                                                                    \
+        }                                                                                                             \
+        for (; i < count; i++) {                                                                                      \
+            const ec_source *source = &ring[(start + i) & EC_RING_MASK];                                              \
+            EC_FOR_VECTORS {                                                                                          \
+                VECTOR term = *(const UNALIGNED *)(source->row + column + v * LANES);                                 \
+                if (weighted) term *= source->coef;                                                                   \
+                sum[v] += term;                                                                                       \
+            }                                                                                                         \
+        }                                                                                                             \
+        EC_FOR_VECTORS *(UNALIGNED *)(out + v * LANES) = sum[v];                                                      \
+    }
+
+EC_DEFINE_SUM(ec_sum_64, ec_f8, ec_f8u, 8, 8)
+EC_DEFINE_SUM(ec_sum_32, ec_f8, ec_f8u, 8, 4)
+EC_DEFINE_SUM(ec_sum_16, ec_f8, ec_f8u, 8, 2)
+EC_DEFINE_SUM(ec_sum_8, ec_f8, ec_f8u, 8, 1)
+EC_DEFINE_SUM(ec_sum_4, ec_f4, ec_f4u, 4, 1)
+
+/* out (+)= coef * row over `count` >= 1 ring entries from `start`, added in that order. */
+EC_ROW_FN void ec_sum_rows(float *restrict out, const ec_source *ring, int64_t start, int64_t count, int64_t dim,
+                           const int weighted, const int accumulate) {
+    int64_t column = 0;
+    for (; column + 64 <= dim; column += 64) ec_sum_64(out, ring, start, count, column, weighted, accumulate);
+    if (column + 32 <= dim) { ec_sum_32(out, ring, start, count, column, weighted, accumulate); column += 32; }
+    if (column + 16 <= dim) { ec_sum_16(out, ring, start, count, column, weighted, accumulate); column += 16; }
+    if (column + 8 <= dim) { ec_sum_8(out, ring, start, count, column, weighted, accumulate); column += 8; }
+    if (column + 4 <= dim) { ec_sum_4(out, ring, start, count, column, weighted, accumulate); column += 4; }
+    for (; column < dim; column++) {
+        const ec_source *first = &ring[start & EC_RING_MASK];
+        float sum = accumulate ? out[column] : weighted ? first->row[column] * first->coef : first->row[column];
+        for (int64_t i = accumulate ? 0 : 1; i < count; i++) {
+            const ec_source *source = &ring[(start + i) & EC_RING_MASK];
+            sum += weighted ? source->row[column] * source->coef : source->row[column];
+        }
+        out[column] = sum;
+    }
+}
+
+EC_ROW_FN void ec_add_row(float *restrict out, const float *restrict row, int64_t dim) {
+    for (int64_t j = 0; j < dim; j++) out[j] += row[j];
+}
+
+EC_ROW_FN void ec_divide_row(float *out, float divisor, int64_t dim) {
+    for (int64_t j = 0; j < dim; j++) out[j] /= divisor;
+}
+
+/* Adds up 16 lanes in the one order that every reduction over a row uses: halves onto halves. */
+EC_ROW_FN float ec_reduce_lanes(const float *lanes) {
+    float eight[8], four[4];
+    for (int k = 0; k < 8; k++) eight[k] = lanes[k] + lanes[k + 8];
+    for (int k = 0; k < 4; k++) four[k] = eight[k] + eight[k + 4];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* Element j of a row belongs to lane j % 16; a lane adds its products in order of j. */
+EC_ROW_FN float ec_dot(const float *a, const float *b, int64_t dim) {
+    ec_f8 low = {0}, high = {0};
+    float lanes[16];
+    int64_t j = 0;
+    for (; j + 16 <= dim; j += 16) {
+        low += *(const ec_f8u *)(a + j) * *(const ec_f8u *)(b + j);
+        high += *(const ec_f8u *)(a + j + 8) * *(const ec_f8u *)(b + j + 8);
+    }
+    *(ec_f8u *)lanes = low;
+    *(ec_f8u *)(lanes + 8) = high;
+    for (int k = 0; j < dim; j++, k++) lanes[k] += a[j] * b[j];
+    return ec_reduce_lanes(lanes);
+}
+
+/* --------------------------------------------------------------------------------------------------- optimizers */
+
+enum { EC_SGD = 0, EC_ADAGRAD = 1, EC_ROWWISE_ADAGRAD = 2, EC_ADAM = 3 };
+
+/* An update with its numbers already in float32; `lr` is Adam's step size with both bias corrections in it. */
+typedef struct {
+    int kind;
+    int decays; /* weight_decay != 0: adding 0 * w would turn -0 into 0 and spread a NaN */
+    float lr;
+    float weight_decay;
+    float eps;
+    float one_minus_beta1;
+    float one_minus_beta2;
+} ec_rule;
+
+/* Gradient of element j, decay included. */
+#define EC_DECAYED(j) (decays ? grad[j] + decay * weights[j] : grad[j])
+
+EC_ROW_FN void ec_update_sgd(const ec_rule *rule, float *restrict weights, const float *restrict grad, int64_t dim,
+                             const int decays) {
+    const float lr = rule->lr, decay = rule->weight_decay;
+    for (int64_t j = 0; j < dim; j++) weights[j] -= lr * EC_DECAYED(j);
+}
+
+EC_ROW_FN void ec_update_adagrad(const ec_rule *rule, float *restrict weights, float *restrict sums,
+                                 const float *restrict grad, int64_t dim, const int decays) {
+    const float lr = rule->lr, decay = rule->weight_decay, eps = rule->eps;
+    for (int64_t j = 0; j < dim; j++) {
+        const float g = EC_DECAYED(j);
+        const float sum = sums[j] + g * g;
+        sums[j] = sum;
+        weights[j] -= lr * (g / (sqrtf(sum) + eps));
+    }
+}
+
+EC_ROW_FN void ec_update_rowwise_adagrad(const ec_rule *rule, float *restrict weights, float *restrict sums,
+                                         const float *restrict grad, int64_t dim, const int decays) {
+    const float lr = rule->lr, decay = rule->weight_decay, eps = rule->eps;
+    ec_f8 low = {0}, high = {0};
+    float lanes[16];
+    int64_t j = 0;
+    for (; j + 16 <= dim; j += 16) {
+        ec_f8 a = *(const ec_f8u *)(grad + j), b = *(const ec_f8u *)(grad + j + 8);
+        if (decays) {
+            a += decay * *(const ec_f8u *)(weights + j);
+            b += decay * *(const ec_f8u *)(weights + j + 8);
+        }
+        low += a * a;
+        high += b * b;
+    }
+    *(ec_f8u *)lanes = low;
+    *(ec_f8u *)(lanes + 8) = high;
+    for (int k = 0; j < dim; j++, k++) {
+        const float g = EC_DECAYED(j);
+        lanes[k] += g * g;
+    }
+    const float sum = *sums + ec_reduce_lanes(lanes) / (float)dim;
+    *sums = sum;
+    const float scale = sqrtf(sum) + eps;
+    for (j = 0; j < dim; j++) weights[j] -= lr * (EC_DECAYED(j) / scale);
+}
+
+EC_ROW_FN void ec_update_adam(const ec_rule *rule, float *restrict weights, float *restrict means,
+                              float *restrict squares, const float *restrict grad, int64_t dim, const int decays) {
+    const float step = rule->lr, decay = rule->weight_decay, eps = rule->eps;
+    const float c1 = rule->one_minus_beta1, c2 = rule->one_minus_beta2;
+    for (int64_t j = 0; j < dim; j++) {
+        const float g = EC_DECAYED(j);
+        const float mean = means[j] + c1 * (g - means[j]);
+        const float square = squares[j] + c2 * (g * g - squares[j]);
+        means[j] = mean;
+        squares[j] = square;
+        weights[j] -= step * (mean / (sqrtf(square) + eps));
+    }
+}
+
+/* Applies one update to one row; `state0`/`state1` are the row's first and second state array, where it has them. */
+EC_ROW_FN void ec_update_row(const ec_rule *rule, float *weights, float *state0, float *state1, const float *grad,
+                             int64_t dim) {
+    switch (rule->kind) {
+    case EC_SGD:
+        if (rule->decays) ec_update_sgd(rule, weights, grad, dim, 1);
+        else ec_update_sgd(rule, weights, grad, dim, 0);
+        break;
+    case EC_ADAGRAD:
+        if (rule->decays) ec_update_adagrad(rule, weights, state0, grad, dim, 1);
+        else ec_update_adagrad(rule, weights, state0, grad, dim, 0);
+        break;
+    case EC_ROWWISE_ADAGRAD:
+        if (rule->decays) ec_update_rowwise_adagrad(rule, weights, state0, grad, dim, 1);
+        else ec_update_rowwise_adagrad(rule, weights, state0, grad, dim, 0);
+        break;
+    default:
+        if (rule->decays) ec_update_adam(rule, weights, state0, state1, grad, dim, 1);
+        else ec_update_adam(rule, weights, state0, state1, grad, dim, 0);
+    }
+}
+
+#endif

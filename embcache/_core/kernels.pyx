@@ -1,0 +1,846 @@
+"""Row kernels on float32 buffers: gather, scatter, pooling, gradients by key, optimizer updates.
+
+What this room owns: the Python doors of ``ec_kernels.h``. A door checks every shape and every index of its arguments
+once (`ShapeError` names the argument, what was seen and what is needed), so the loops below cannot leave their arrays;
+then the call runs without the GIL, on the pool when there is enough work.
+
+Invariants. Results are bit-identical at any thread count, on any ISA and for any placement of rows (promise I9): an
+update reads only its own row and gradient; the gradient of a key is summed in batch order in blocks of 256
+occurrences, and the partial sums are added in order. The fused ``segment_update_*`` equal ``segment_grad_*`` followed
+by ``update``.
+
+Words. ``slots[u]`` is the row of unique u in `weights`. ``inverse[p]`` is the unique at position p. Uniques
+``unique_start`` to ``unique_stop`` are those of the rows in `weights` (one dim group of a batch); the arrays themselves
+may span the whole batch. Bags are feature-major: bag f * B + b holds positions ``bag_offsets[bag]`` to
+``bag_offsets[bag + 1]``, and its result stands in ``out[b, out_cols[f] : out_cols[f] + D]``. ``occurrence_order`` and
+``segment_offsets`` are the planner's CSR of positions by unique.
+
+Thread safety: a call may run beside others that write other rows; the caller orders calls that touch the same rows.
+"""
+
+from libc.math cimport sqrt
+from libc.stdint cimport int64_t, uint8_t, uintptr_t
+from libc.stdlib cimport free, malloc
+
+from embcache._core.threads cimport ec_task_fn, parallel_for, resolve_threads
+
+from math import isfinite
+
+from embcache.errors import ConfigError, HostMemoryError, ShapeError
+
+__all__ = [
+    "UpdateRule",
+    "add_rows",
+    "gather",
+    "per_sample_weight_grad",
+    "pooled_forward",
+    "scatter",
+    "segment_grad_pooled",
+    "segment_grad_sequence",
+    "segment_update_pooled",
+    "segment_update_sequence",
+    "sequence_forward",
+    "update",
+]
+
+# Least work, in floats, that is worth waking the pool for (tens of microseconds).
+cdef int64_t PARALLEL_FLOATS = 1 << 18
+# A gathered block of this size does not stay in the caches, so it is written past them.
+cdef int64_t STREAM_BYTES = 16 << 20
+# More tasks than threads even out tasks of unequal length.
+cdef int TASKS_A_THREAD = 8
+# Which clone of the kernels runs.
+cdef int USE_AVX2 = ec_cpu_has_avx2()
+
+
+def _set_isa(str isa):
+    """Choose the clone of every kernel, for tests: "baseline" or "auto". Returns the clone in use from now on."""
+    global USE_AVX2
+    USE_AVX2 = isa != "baseline" and ec_cpu_has_avx2()
+    return "avx2" if USE_AVX2 else "baseline"
+
+
+def _set_parallel_floats(int64_t floats):
+    """Set the least work that is spread over threads, for tests. Returns the former value."""
+    global PARALLEL_FLOATS
+    former = PARALLEL_FLOATS
+    PARALLEL_FLOATS = floats
+    return former
+
+
+# ------------------------------------------------------------------------------------------------ checks at the door
+
+
+cdef object _unfit(str name, str need, object value):
+    """The error for an argument of the wrong kind: what it is, what it should be."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if shape is None:
+        seen = f"a {type(value).__name__}"
+    else:
+        seen = f"{dtype} of shape {tuple(shape)}"
+        flags = getattr(value, "flags", None)
+        if flags is not None and not flags.c_contiguous:
+            seen += ", not C-contiguous"
+        if flags is not None and not flags.writeable:
+            seen += ", read-only"
+    return ShapeError(f"{name} is {seen}; give a C-contiguous array of {need}")
+
+
+cdef str _need2(str kind, int64_t rows, int64_t cols):
+    return f"{kind} of shape ({'any' if rows < 0 else rows}, {'1 to 8192' if cols < 0 else cols})"
+
+
+cdef str _need1(str kind, int64_t count):
+    return f"{kind} of shape ({'any' if count < 0 else count},)"
+
+
+cdef const float[:, ::1] _read2(object value, str name, int64_t rows, int64_t cols):
+    """Read-only float32 matrix; -1 leaves a length open."""
+    cdef const float[:, ::1] view = None
+    try:
+        view = value
+    except (TypeError, ValueError, BufferError):
+        pass
+    if view is None or (rows >= 0 and view.shape[0] != rows) or (cols >= 0 and view.shape[1] != cols):
+        raise _unfit(name, _need2("float32", rows, cols), value)
+    return view
+
+
+cdef float[:, ::1] _write2(object value, str name, int64_t rows, int64_t cols):
+    """Writable float32 matrix; -1 leaves a length open."""
+    cdef float[:, ::1] view = None
+    try:
+        view = value
+    except (TypeError, ValueError, BufferError):
+        pass
+    if view is None or (rows >= 0 and view.shape[0] != rows) or (cols >= 0 and view.shape[1] != cols):
+        raise _unfit(name, "writable " + _need2("float32", rows, cols), value)
+    return view
+
+
+cdef const float[::1] _read1(object value, str name, int64_t count):
+    cdef const float[::1] view = None
+    try:
+        view = value
+    except (TypeError, ValueError, BufferError):
+        pass
+    if view is None or (count >= 0 and view.shape[0] != count):
+        raise _unfit(name, _need1("float32", count), value)
+    return view
+
+
+cdef const int64_t[::1] _index1(object value, str name, int64_t count):
+    cdef const int64_t[::1] view = None
+    try:
+        view = value
+    except (TypeError, ValueError, BufferError):
+        pass
+    if view is None or (count >= 0 and view.shape[0] != count):
+        raise _unfit(name, _need1("int64", count), value)
+    return view
+
+
+cdef const uint8_t[::1] _flag1(object value, str name, int64_t count):
+    cdef const uint8_t[::1] view = None
+    try:
+        view = value.view("uint8") if getattr(value, "dtype", None) == bool else value
+    except (TypeError, ValueError, BufferError):
+        pass
+    if view is None or (count >= 0 and view.shape[0] != count):
+        raise _unfit(name, _need1("uint8 or bool", count), value)
+    return view
+
+
+# Address of the first element; an empty view has none, and no loop will ask for it.
+cdef inline const float *_at2(const float[:, ::1] view) noexcept:
+    return &view[0, 0] if view.shape[0] > 0 and view.shape[1] > 0 else NULL
+
+
+cdef inline float *_to2(float[:, ::1] view) noexcept:
+    return &view[0, 0] if view.shape[0] > 0 and view.shape[1] > 0 else NULL
+
+
+cdef inline const float *_at1(const float[::1] view) noexcept:
+    return &view[0] if view.shape[0] > 0 else NULL
+
+
+cdef inline const int64_t *_ids(const int64_t[::1] view) noexcept:
+    return &view[0] if view.shape[0] > 0 else NULL
+
+
+cdef inline const uint8_t *_flags(const uint8_t[::1] view) noexcept:
+    return &view[0] if view.shape[0] > 0 else NULL
+
+
+cdef int _check_dim(const float[:, ::1] view, str name) except -1:
+    if not 1 <= view.shape[1] <= EC_MAX_DIM:
+        raise ShapeError(f"{name} has rows of {view.shape[1]} elements; a row has 1 to {EC_MAX_DIM}")
+    return 0
+
+
+cdef int _check_range(const int64_t[::1] view, int64_t first, int64_t last, int64_t low, int64_t high,
+                      str name, str limit) except -1:
+    """Raise unless low <= view[i] < high for every i in [first, last)."""
+    if first >= last:
+        return 0
+    cdef const int64_t *values = &view[first]
+    cdef int64_t bad
+    with nogil:
+        bad = ec_find_outside(values, last - first, low, high)
+    if bad >= 0:
+        raise ShapeError(f"{name}[{first + bad}] = {view[first + bad]} is outside [{low}, {high}), the range of {limit}")
+    return 0
+
+
+cdef int _check_offsets(const int64_t[::1] view, int64_t first, int64_t last, int64_t limit, str name,
+                        str what) except -1:
+    """Raise unless view[first .. last] is ascending within [0, limit]."""
+    cdef const int64_t *values = &view[first]
+    cdef int64_t bad
+    with nogil:
+        bad = ec_find_unordered(values, last - first + 1, limit)
+    if bad >= 0:
+        raise ShapeError(f"{name}[{first + bad}] = {view[first + bad]}; offsets must not fall and lie in [0, {limit}], "
+                         f"the number of {what}")
+    return 0
+
+
+cdef int64_t _check_uniques(int64_t unique_count, int64_t start, object stop) except -1:
+    """Checks a range of uniques and returns its end."""
+    cdef int64_t end = unique_count if stop is None else stop
+    if not 0 <= start <= end <= unique_count:
+        raise ShapeError(f"unique_start, unique_stop = {start}, {end}; give an ascending range within the {unique_count} uniques")
+    return end
+
+
+cdef int _threads(object num_threads, int64_t floats) except -1:
+    """Threads for so much work: 1 below the threshold, whatever was asked for."""
+    if floats < PARALLEL_FLOATS and num_threads is None:
+        return 1
+    cdef int threads = resolve_threads(num_threads)
+    return 1 if floats < PARALLEL_FLOATS else threads
+
+
+cdef inline int64_t _task_count(int threads, int64_t items) noexcept:
+    return 1 if threads <= 1 else max(1, min(items, <int64_t>threads * TASKS_A_THREAD))
+
+
+cdef void _run(ec_task_fn run, const void *context, int64_t tasks, int threads) noexcept nogil:
+    if tasks == 1:
+        run(<void *>context, 0)
+    else:
+        parallel_for(run, <void *>context, tasks, threads)
+
+
+# -------------------------------------------------------------------------------------------------- moving whole rows
+
+
+def gather(weights, slots, out, num_threads=None):
+    """Copy rows out of a buffer: ``out[i] = weights[slots[i]]``.
+
+    Parameters
+    ----------
+    weights : float32 (R, D)
+    slots : int64 (n,)
+        Each in [0, R); repeats are fine.
+    out : float32 (n, D)
+        Written; must not overlap `weights`.
+    num_threads : int, optional
+    """
+    cdef const float[:, ::1] source = _read2(weights, "weights", -1, -1)
+    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
+    _check_dim(source, "weights")
+    _check_range(places, 0, places.shape[0], 0, source.shape[0], "slots", "rows of weights")
+    cdef float[:, ::1] target = _write2(out, "out", places.shape[0], source.shape[1])
+    _gather(source, places, None, target, places.shape[0], num_threads)
+
+
+def sequence_forward(weights, slots, inverse, out, *, int64_t unique_start=0, unique_stop=None, num_threads=None):
+    """Rows of a sequence of positions: ``out[i] = weights[slots[inverse[i]]]``.
+
+    Parameters
+    ----------
+    weights : float32 (R, D)
+    slots : int64 (U,)
+    inverse : int64 (n,)
+        Uniques of the positions wanted, each in [unique_start, unique_stop).
+    out : float32 (n, D)
+        Written.
+    unique_start, unique_stop : int
+        Uniques whose slots lie in `weights`; default: all.
+    num_threads : int, optional
+    """
+    cdef const float[:, ::1] source = _read2(weights, "weights", -1, -1)
+    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
+    cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
+    cdef int64_t stop = _check_uniques(places.shape[0], unique_start, unique_stop)
+    _check_dim(source, "weights")
+    _check_range(places, unique_start, stop, 0, source.shape[0], "slots", "rows of weights")
+    _check_range(uniques, 0, uniques.shape[0], unique_start, stop, "inverse", "uniques")
+    cdef float[:, ::1] target = _write2(out, "out", uniques.shape[0], source.shape[1])
+    _gather(source, places, uniques, target, uniques.shape[0], num_threads)
+
+
+cdef int _gather(const float[:, ::1] source, const int64_t[::1] slots, const int64_t[::1] inverse, float[:, ::1] target,
+                 int64_t count, object num_threads) except -1:
+    cdef int threads = _threads(num_threads, count * source.shape[1])
+    cdef ec_move move
+    if count == 0:
+        return 0
+    move.weights = <float *>_at2(source)
+    move.slots = _ids(slots)
+    move.inverse = NULL
+    if inverse is not None:
+        move.inverse = _ids(inverse)
+    move.rows = NULL
+    move.out = _to2(target)
+    move.count = count
+    move.dim = source.shape[1]
+    move.task_count = _task_count(threads, count)
+    move.streams = (count * move.dim * 4 >= STREAM_BYTES and move.dim % 4 == 0 and <uintptr_t>move.out % 16 == 0)
+    with nogil:
+        _run(ec_gather_pick(USE_AVX2), &move, move.task_count, threads)
+    return 0
+
+
+def scatter(weights, slots, rows, num_threads=None):
+    """Copy rows into a buffer: ``weights[slots[i]] = rows[i]``.
+
+    Parameters
+    ----------
+    weights : float32 (R, D)
+        Written.
+    slots : int64 (n,)
+        Distinct, each in [0, R).
+    rows : float32 (n, D)
+        Must not overlap `weights`.
+    num_threads : int, optional
+    """
+    _change_rows(ec_scatter_pick(USE_AVX2), weights, slots, rows, num_threads)
+
+
+def add_rows(weights, slots, rows, num_threads=None):
+    """Add rows to a buffer: ``weights[slots[i]] += rows[i]``; arguments as in `scatter`."""
+    _change_rows(ec_add_pick(USE_AVX2), weights, slots, rows, num_threads)
+
+
+cdef int _change_rows(ec_task_fn run, object weights, object slots, object rows, object num_threads) except -1:
+    cdef float[:, ::1] target = _write2(weights, "weights", -1, -1)
+    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
+    _check_dim(target, "weights")
+    _check_range(places, 0, places.shape[0], 0, target.shape[0], "slots", "rows of weights")
+    cdef const float[:, ::1] source = _read2(rows, "rows", places.shape[0], target.shape[1])
+    cdef int threads = _threads(num_threads, source.shape[0] * source.shape[1])
+    cdef ec_move move
+    if places.shape[0] == 0:
+        return 0
+    move.weights = _to2(target)
+    move.slots = _ids(places)
+    move.inverse = NULL
+    move.rows = _at2(source)
+    move.out = NULL
+    move.count = places.shape[0]
+    move.dim = target.shape[1]
+    move.task_count = _task_count(threads, move.count)
+    move.streams = 0
+    with nogil:
+        _run(run, &move, move.task_count, threads)
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------- bags
+
+
+cdef class _Bags:
+    """Checked bags of one call; holds the arrays that `bags` points into."""
+
+    cdef ec_bags bags
+    cdef const int64_t[::1] offsets
+    cdef const int64_t[::1] out_cols
+    cdef const uint8_t[::1] means
+    cdef const float[::1] coefs
+    cdef bint any_mean
+
+    @staticmethod
+    cdef _Bags check(object bag_offsets, object feature_mean, object out_cols, object per_sample_weights,
+                     int64_t position_count, int64_t batch_size, int64_t width, int64_t dim):
+        cdef _Bags self = _Bags.__new__(_Bags)
+        cdef int64_t feature
+        self.out_cols = _index1(out_cols, "out_cols", -1)
+        cdef int64_t feature_count = self.out_cols.shape[0]
+        self.means = _flag1(feature_mean, "feature_mean", feature_count)
+        self.offsets = _index1(bag_offsets, "bag_offsets", feature_count * batch_size + 1)
+        _check_offsets(self.offsets, 0, feature_count * batch_size, position_count, "bag_offsets", "positions")
+        _check_range(self.out_cols, 0, feature_count, 0, width - dim + 1, "out_cols", "columns where a row fits")
+        if per_sample_weights is not None:
+            self.coefs = _read1(per_sample_weights, "per_sample_weights", position_count)
+            self.bags.coefs = _at1(self.coefs)
+        for feature in range(feature_count):
+            self.any_mean = self.any_mean or self.means[feature] != 0
+        self.bags.bag_offsets = _ids(self.offsets)
+        self.bags.out_cols = _ids(self.out_cols)
+        self.bags.feature_mean = _flags(self.means)
+        self.bags.batch_size = batch_size
+        self.bags.bag_count = feature_count * batch_size
+        self.bags.width = width
+        self.bags.dim = dim
+        self.bags.task_count = 1
+        return self
+
+    cdef int64_t first_position(self) noexcept:
+        return self.offsets[0]
+
+    cdef int64_t last_position(self) noexcept:
+        return self.offsets[self.bags.bag_count]
+
+    cdef int use_rows(self, const float[:, ::1] weights, const int64_t[::1] slots, const int64_t[::1] inverse,
+                      int64_t start, object unique_stop) except -1:
+        """Attach the rows that the positions stand for, all indexes checked."""
+        cdef int64_t stop = _check_uniques(slots.shape[0], start, unique_stop)
+        _check_range(slots, start, stop, 0, weights.shape[0], "slots", "rows of weights")
+        _check_range(inverse, self.first_position(), self.last_position(), start, stop, "inverse", "uniques")
+        self.bags.weights = _at2(weights)
+        self.bags.slots = _ids(slots)
+        self.bags.inverse = _ids(inverse)
+        return 0
+
+    cdef int run(self, ec_task_fn kernel, int64_t floats, object num_threads) except -1:
+        cdef int threads = _threads(num_threads, floats)
+        self.bags.task_count = _task_count(threads, self.bags.bag_count)
+        if self.bags.bag_count > 0:
+            with nogil:
+                _run(kernel, &self.bags, self.bags.task_count, threads)
+        return 0
+
+
+def pooled_forward(weights, slots, inverse, bag_offsets, feature_mean, out_cols, out, *, per_sample_weights=None,
+                   int64_t unique_start=0, unique_stop=None, num_threads=None):
+    """Sum or mean of the rows of each bag.
+
+    A bag's rows, times their per-sample weights, are added in order; a mean divides by the number of rows, whatever
+    their weights; an empty bag is 0.
+
+    Parameters
+    ----------
+    weights : float32 (R, D)
+    slots : int64 (U,)
+    inverse : int64 (n,)
+    bag_offsets : int64 (F * B + 1,)
+    feature_mean : uint8 or bool (F,)
+        Nonzero: mean instead of sum.
+    out_cols : int64 (F,)
+        First column of each feature in `out`; features must not overlap.
+    out : float32 (B, W)
+        Written in the columns of the features, nowhere else.
+    per_sample_weights : float32 (n,), optional
+    unique_start, unique_stop : int
+    num_threads : int, optional
+    """
+    cdef const float[:, ::1] source = _read2(weights, "weights", -1, -1)
+    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
+    cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
+    cdef float[:, ::1] target = _write2(out, "out", -1, -1)
+    _check_dim(source, "weights")
+    cdef int64_t dim = source.shape[1]
+    cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, per_sample_weights, uniques.shape[0],
+                                  target.shape[0], target.shape[1], dim)
+    call.use_rows(source, places, uniques, unique_start, unique_stop)
+    call.bags.out = _to2(target)
+    call.run(ec_pool_pick(USE_AVX2), (call.last_position() - call.first_position() + call.bags.bag_count) * dim,
+             num_threads)
+
+
+def per_sample_weight_grad(grad_out, weights, slots, inverse, bag_offsets, feature_mean, out_cols, out, *,
+                           int64_t unique_start=0, unique_stop=None, num_threads=None):
+    """Gradient of the per-sample weights of `pooled_forward`: a dot product of row and bag gradient a position.
+
+    Parameters are those of `pooled_forward`, with `grad_out` float32 (B, W) and
+
+    Parameters
+    ----------
+    out : float32 (bag_offsets[-1] - bag_offsets[0],)
+        Written; element i belongs to position bag_offsets[0] + i.
+    """
+    cdef const float[:, ::1] grad = _read2(grad_out, "grad_out", -1, -1)
+    cdef const float[:, ::1] source = _read2(weights, "weights", -1, -1)
+    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
+    cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
+    cdef float[::1] target
+    _check_dim(source, "weights")
+    cdef int64_t dim = source.shape[1]
+    cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, None, uniques.shape[0], grad.shape[0],
+                                  grad.shape[1], dim)
+    cdef int64_t count = call.last_position() - call.first_position()
+    call.use_rows(source, places, uniques, unique_start, unique_stop)
+    try:
+        target = out
+    except (TypeError, ValueError, BufferError):
+        raise _unfit("out", "writable " + _need1("float32", count), out) from None
+    if target is None or target.shape[0] != count:
+        raise _unfit("out", "writable " + _need1("float32", count), out)
+    if count == 0:
+        return
+    call.bags.grad = _at2(grad)
+    call.bags.out = &target[0]
+    call.run(ec_coef_grad_pick(USE_AVX2), 2 * count * dim, num_threads)
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizers
+
+
+cdef double _power(double base, int64_t exponent) noexcept nogil:
+    """base ** exponent by squaring: the same bits everywhere, which libm's pow does not promise."""
+    cdef double result = 1.0
+    while exponent > 0:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+cdef class UpdateRule:
+    """One optimizer step's formula with its numbers, as the kernels use them (float32).
+
+    Formulas, with g the gradient plus ``weight_decay * w``: ``"sgd"``: w -= lr g. ``"adagrad"``: s += g g;
+    w -= lr (g / (sqrt(s) + eps)). ``"rowwise_adagrad"``: s += mean(g g), one s a row. ``"adam"``: m += (1 - b1)(g - m);
+    v += (1 - b2)(g g - v); w -= lr' (m / (sqrt(v) + eps)) with lr' = lr sqrt(1 - b2^t) / (1 - b1^t), t = `step`.
+
+    Parameters
+    ----------
+    kind : {"sgd", "adagrad", "rowwise_adagrad", "adam"}
+    lr : float
+    weight_decay, eps, beta1, beta2 : float
+    step : int
+        The number of this update, from 1.
+
+    Attributes
+    ----------
+    kind : str
+    state_count : int
+        State arrays that the rule needs.
+    lr : float
+        Adam: lr' above.
+    weight_decay, eps, one_minus_beta1, one_minus_beta2 : float
+
+    Raises
+    ------
+    ConfigError
+        For an unknown kind, or a number that is not finite or out of range.
+    """
+
+    def __init__(self, str kind, *, double lr, double weight_decay=0.0, double eps=0.0, double beta1=0.0,
+                 double beta2=0.0, int64_t step=1):
+        kinds = {"sgd": (EC_SGD, 0), "adagrad": (EC_ADAGRAD, 1), "rowwise_adagrad": (EC_ROWWISE_ADAGRAD, 1),
+                 "adam": (EC_ADAM, 2)}
+        if kind not in kinds:
+            raise ConfigError(f"optimizer kind = {kind!r}; give one of {', '.join(sorted(kinds))}")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+            if not (isfinite(value) and value >= 0.0):
+                raise ConfigError(f"{kind}: {name} = {value!r}; give a finite number >= 0")
+        for name, value in (("beta1", beta1), ("beta2", beta2)):
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(f"{kind}: {name} = {value!r}; give a number >= 0 and < 1")
+        if step < 1:
+            raise ConfigError(f"{kind}: step = {step}; steps count from 1")
+        self.kind = kind
+        self.rule.kind, self.state_count = kinds[kind]
+        if kind == "adam":
+            lr = lr * sqrt(1.0 - _power(beta2, step)) / (1.0 - _power(beta1, step))
+        self.rule.lr = <float>lr
+        self.rule.weight_decay = <float>weight_decay
+        self.rule.decays = self.rule.weight_decay != 0.0
+        self.rule.eps = <float>eps
+        self.rule.one_minus_beta1 = <float>(1.0 - beta1)
+        self.rule.one_minus_beta2 = <float>(1.0 - beta2)
+
+    @property
+    def lr(self):
+        return self.rule.lr
+
+    @property
+    def weight_decay(self):
+        return self.rule.weight_decay
+
+    @property
+    def eps(self):
+        return self.rule.eps
+
+    @property
+    def one_minus_beta1(self):
+        return self.rule.one_minus_beta1
+
+    @property
+    def one_minus_beta2(self):
+        return self.rule.one_minus_beta2
+
+
+# ----------------------------------------------------------------------------------------------- gradients and updates
+
+
+cdef class _Segments:
+    """Checked uniques of one call; holds the arrays and the scratch memory that `seg` points into."""
+
+    cdef ec_segments seg
+    cdef const int64_t[::1] order
+    cdef const int64_t[::1] offsets
+    cdef const int64_t[::1] slots
+    cdef const uint8_t[::1] admitted
+    cdef const float[:, ::1] grad
+    cdef float[:, ::1] out
+    cdef float[:, ::1] weights
+    cdef float[:, ::1] state0
+    cdef float[:, ::1] state1
+    cdef UpdateRule rule
+    cdef void *sources
+    cdef void *factors
+    cdef void *hot
+    cdef void *partials
+
+    def __dealloc__(self):
+        free(self.sources)
+        free(self.factors)
+        free(self.hot)
+        free(self.partials)
+
+    @staticmethod
+    cdef _Segments check(object occurrence_order, object segment_offsets, object admitted, int64_t start,
+                         object unique_stop, int64_t dim):
+        cdef _Segments self = _Segments.__new__(_Segments)
+        self.order = _index1(occurrence_order, "occurrence_order", -1)
+        self.offsets = _index1(segment_offsets, "segment_offsets", -1)
+        if self.offsets.shape[0] < 1:
+            raise ShapeError("segment_offsets is empty; give one offset more than there are uniques")
+        cdef int64_t stop = _check_uniques(self.offsets.shape[0] - 1, start, unique_stop)
+        _check_offsets(self.offsets, start, stop, self.order.shape[0], "segment_offsets", "positions")
+        self.allow(admitted, self.offsets.shape[0] - 1)
+        self.seg.order = _ids(self.order)
+        self.seg.offsets = _ids(self.offsets)
+        self.seg.start = start
+        self.seg.stop = stop
+        self.seg.dim = dim
+        return self
+
+    cdef int allow(self, object admitted, int64_t unique_count) except -1:
+        if admitted is not None:
+            self.admitted = _flag1(admitted, "admitted", unique_count)
+            # An empty mask has no address, and NULL would mean "all"; then there is no unique to ask about.
+            self.seg.admitted = _flags(self.admitted)
+        return 0
+
+    cdef int check_positions(self, int64_t first, int64_t last) except -1:
+        """All positions of the range of uniques lie in [first, last)."""
+        self.seg.first_position = first
+        return _check_range(self.order, self.offsets[self.seg.start], self.offsets[self.seg.stop], first, last,
+                            "occurrence_order", "positions of these bags")
+
+    cdef int target(self, object out) except -1:
+        self.out = _write2(out, "out", self.seg.stop - self.seg.start, self.seg.dim)
+        self.seg.out = _to2(self.out)
+        return 0
+
+    cdef int apply(self, UpdateRule rule, object weights, object states, object slots, int64_t unique_count) except -1:
+        """Attach what an update changes."""
+        cdef int64_t rows, wide
+        if rule is None:
+            raise ShapeError("rule is None; give an UpdateRule")
+        self.rule = rule
+        self.weights = _write2(weights, "weights", -1, self.seg.dim)
+        self.slots = _index1(slots, "slots", unique_count)
+        rows = self.weights.shape[0]
+        _check_range(self.slots, self.seg.start, self.seg.stop, 0, rows, "slots", "rows of weights")
+        if len(states) != rule.state_count:
+            raise ShapeError(f"states has {len(states)} arrays; {rule.kind} needs {rule.state_count}")
+        self.seg.weights = self.seg.state0 = self.seg.state1 = _to2(self.weights)
+        wide = 1 if rule.rule.kind == EC_ROWWISE_ADAGRAD else self.seg.dim
+        if rule.state_count > 0:
+            self.state0 = _write2(states[0], "states[0]", rows, wide)
+            self.seg.state0 = _to2(self.state0)
+            self.seg.width0 = wide
+        if rule.state_count > 1:
+            self.state1 = _write2(states[1], "states[1]", rows, wide)
+            self.seg.state1 = _to2(self.state1)
+            self.seg.width1 = wide
+        self.seg.slots = _ids(self.slots)
+        self.seg.rule = &rule.rule
+        return 0
+
+    cdef int pooled(self, object grad_out, object bag_offsets, object feature_mean, object out_cols,
+                    object per_sample_weights, object num_threads) except -1:
+        """Attach the gradients of bags."""
+        self.grad = _read2(grad_out, "grad_out", -1, -1)
+        cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, per_sample_weights, self.order.shape[0],
+                                      self.grad.shape[0], self.grad.shape[1], self.seg.dim)
+        cdef int64_t count = call.last_position() - call.first_position()
+        self.check_positions(call.first_position(), call.last_position())
+        if count == 0:
+            return 0
+        self.sources = malloc(count * sizeof(int64_t))
+        if call.any_mean or per_sample_weights is not None:
+            self.factors = malloc(count * sizeof(float))
+        if self.sources == NULL or (self.factors == NULL and (call.any_mean or per_sample_weights is not None)):
+            raise HostMemoryError(f"no memory for the gradient places of {count} positions; free some, or use smaller batches")
+        call.bags.sources = <int64_t *>self.sources
+        call.bags.factors = <float *>self.factors
+        call.run(ec_sources_pick(USE_AVX2), count + call.bags.bag_count, num_threads)
+        self.seg.grad = _at2(self.grad)
+        self.seg.sources = <int64_t *>self.sources
+        self.seg.factors = <float *>self.factors
+        return 0
+
+    cdef int sequence(self, object grad_out, int64_t first_position) except -1:
+        """Attach the gradients of a sequence."""
+        self.grad = _read2(grad_out, "grad_out", -1, self.seg.dim)
+        self.check_positions(first_position, first_position + self.grad.shape[0])
+        self.seg.grad = _at2(self.grad)
+        return 0
+
+    cdef int run(self, object num_threads) except -1:
+        cdef int64_t unique_count = self.seg.stop - self.seg.start
+        if unique_count == 0:
+            return 0
+        cdef int64_t occurrences = self.offsets[self.seg.stop] - self.offsets[self.seg.start]
+        cdef int threads = _threads(num_threads, (occurrences + unique_count) * self.seg.dim)
+        if threads > 1:
+            self.sum_hot(threads)
+        self.seg.task_count = _task_count(threads, unique_count)
+        with nogil:
+            _run(ec_segment_pick(USE_AVX2), &self.seg, self.seg.task_count, threads)
+        return 0
+
+    cdef int sum_hot(self, int threads) except -1:
+        """Add up the blocks of very frequent keys in parallel, so that one key is not one thread's work."""
+        cdef int64_t count, blocks
+        cdef int64_t *uniques
+        with nogil:
+            count = ec_hot_uniques(&self.seg, NULL, NULL)
+        if count == 0:
+            return 0
+        self.hot = malloc((2 * count + 1) * sizeof(int64_t))
+        if self.hot == NULL:
+            raise HostMemoryError(f"no memory to list {count} frequent keys; free some, or use smaller batches")
+        uniques = <int64_t *>self.hot
+        ec_hot_uniques(&self.seg, uniques, uniques + count)
+        blocks = uniques[2 * count]
+        self.partials = malloc(blocks * self.seg.dim * sizeof(float))
+        if self.partials == NULL:
+            raise HostMemoryError(f"no memory for {blocks} partial sums of {self.seg.dim} elements; free some, or use smaller batches")
+        self.seg.hot_uniques = uniques
+        self.seg.hot_blocks = uniques + count
+        self.seg.partials = <float *>self.partials
+        self.seg.hot_count = count
+        with nogil:
+            _run(ec_hot_pick(USE_AVX2), &self.seg, (blocks + EC_HOT_BLOCKS_A_TASK - 1) // EC_HOT_BLOCKS_A_TASK, threads)
+        return 0
+
+
+cdef int64_t _columns(object array, str name) except -1:
+    """Row length of a matrix whose other checks come later."""
+    cdef const float[:, ::1] view = _read2(array, name, -1, -1)
+    _check_dim(view, name)
+    return view.shape[1]
+
+
+def segment_grad_pooled(grad_out, occurrence_order, segment_offsets, bag_offsets, feature_mean, out_cols, out, *,
+                        per_sample_weights=None, admitted=None, int64_t unique_start=0, unique_stop=None,
+                        num_threads=None):
+    """Gradient of each unique of `pooled_forward`, from the gradient of the bags.
+
+    Parameters
+    ----------
+    grad_out : float32 (B, W)
+    occurrence_order : int64 (n,)
+    segment_offsets : int64 (U + 1,)
+    bag_offsets, feature_mean, out_cols, per_sample_weights
+        As in the forward.
+    out : float32 (unique_stop - unique_start, D)
+        Written.
+    admitted : uint8 or bool (U,), optional
+        A unique with 0 gets the gradient 0.
+    unique_start, unique_stop : int
+        Their positions must be those of the bags.
+    num_threads : int, optional
+    """
+    cdef _Segments call = _Segments.check(occurrence_order, segment_offsets, admitted, unique_start, unique_stop,
+                                          _columns(out, "out"))
+    call.target(out)
+    call.pooled(grad_out, bag_offsets, feature_mean, out_cols, per_sample_weights, num_threads)
+    call.run(num_threads)
+
+
+def segment_grad_sequence(grad_out, occurrence_order, segment_offsets, out, *, int64_t first_position=0, admitted=None,
+                          int64_t unique_start=0, unique_stop=None, num_threads=None):
+    """Gradient of each unique of `sequence_forward`.
+
+    Parameters are those of `segment_grad_pooled`, with
+
+    Parameters
+    ----------
+    grad_out : float32 (m, D)
+        Row i is the gradient of position first_position + i.
+    """
+    cdef _Segments call = _Segments.check(occurrence_order, segment_offsets, admitted, unique_start, unique_stop,
+                                          _columns(out, "out"))
+    call.target(out)
+    call.sequence(grad_out, first_position)
+    call.run(num_threads)
+
+
+def update(UpdateRule rule, weights, states, slots, grad, *, admitted=None, num_threads=None):
+    """Apply an optimizer to the rows at `slots`, in place.
+
+    Parameters
+    ----------
+    rule : UpdateRule
+    weights : float32 (R, D)
+    states : sequence of float32 (R, D), or (R, 1) for ``"rowwise_adagrad"``
+    slots : int64 (k,)
+        Distinct where admitted: two updates of one row would race.
+    grad : float32 (k, D)
+    admitted : uint8 or bool (k,), optional
+        Rows with 0 are left alone.
+    num_threads : int, optional
+    """
+    cdef _Segments call = _Segments.__new__(_Segments)
+    cdef int threads
+    call.seg.dim = _columns(weights, "weights")
+    call.grad = _read2(grad, "grad", -1, call.seg.dim)
+    call.seg.stop = call.grad.shape[0]
+    call.apply(rule, weights, states, slots, call.seg.stop)
+    call.allow(admitted, call.seg.stop)
+    if call.seg.stop == 0:
+        return
+    call.seg.rows = _at2(call.grad)
+    threads = _threads(num_threads, 2 * call.seg.stop * call.seg.dim)
+    call.seg.task_count = _task_count(threads, call.seg.stop)
+    with nogil:
+        _run(ec_update_pick(USE_AVX2), &call.seg, call.seg.task_count, threads)
+
+
+def segment_update_pooled(UpdateRule rule, weights, states, slots, grad_out, occurrence_order, segment_offsets,
+                          bag_offsets, feature_mean, out_cols, *, per_sample_weights=None, admitted=None,
+                          int64_t unique_start=0, unique_stop=None, num_threads=None):
+    """`segment_grad_pooled` and `update` in one pass over the rows, bit for bit the same.
+
+    Parameters are those of the two, with
+
+    Parameters
+    ----------
+    slots : int64 (U,)
+    """
+    cdef _Segments call = _Segments.check(occurrence_order, segment_offsets, admitted, unique_start, unique_stop,
+                                          _columns(weights, "weights"))
+    call.apply(rule, weights, states, slots, call.offsets.shape[0] - 1)
+    call.pooled(grad_out, bag_offsets, feature_mean, out_cols, per_sample_weights, num_threads)
+    call.run(num_threads)
+
+
+def segment_update_sequence(UpdateRule rule, weights, states, slots, grad_out, occurrence_order, segment_offsets, *,
+                            int64_t first_position=0, admitted=None, int64_t unique_start=0, unique_stop=None,
+                            num_threads=None):
+    """`segment_grad_sequence` and `update` in one pass over the rows, bit for bit the same."""
+    cdef _Segments call = _Segments.check(occurrence_order, segment_offsets, admitted, unique_start, unique_stop,
+                                          _columns(weights, "weights"))
+    call.apply(rule, weights, states, slots, call.offsets.shape[0] - 1)
+    call.sequence(grad_out, first_position)
+    call.run(num_threads)

@@ -1,0 +1,85 @@
+"""Dependencies point one way, and torch stays in the upper half: read from the sources, not from what happens to run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "embcache"
+
+# From the bottom up; a module may import what stands on an earlier line.
+LAYERS = [
+    ["errors"],
+    ["_core", "config"],
+    ["budget", "table"],
+    ["features"],
+    ["devices", "layout"],
+    ["buffer", "optim"],
+    ["view"],
+    ["manager"],
+    ["modules"],
+]
+LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
+TORCH = {"features", "devices", "layout", "buffer", "optim", "manager", "modules"}
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each imported module, relative ones resolved; and whether it is for types only."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in for_types) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if not node.level:
+                yield module, id(node) in for_types
+            elif module:
+                yield f"embcache.{module}", id(node) in for_types
+            else:
+                yield from ((f"embcache.{alias.name}", id(node) in for_types) for alias in node.names)
+
+
+def test_every_module_has_its_layer() -> None:
+    found = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    assert found | {"_core"} == set(LAYER)
+
+
+def test_imports_point_down() -> None:
+    for path in PACKAGE.glob("*.py"):
+        if path.stem == "__init__":
+            continue
+        for module, for_types in imports(path):
+            if module.startswith("embcache.") and not for_types:
+                used = module.split(".")[1]
+                assert LAYER[used] < LAYER[path.stem], f"{path.name} imports {module}"
+
+
+def test_torch_is_imported_by_the_torch_half_only() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        uses = any(module.split(".")[0] == "torch" for module, _ in imports(path))
+        assert not uses or path.stem in TORCH, path.name
+
+
+def test_the_core_imports_nothing_of_the_package_but_errors() -> None:
+    pattern = re.compile(r"^\s*(?:from|import) +(embcache[.\w]*)(?: +(c?import))?", re.MULTILINE)
+    for path in [*(PACKAGE / "_core").glob("*.pyx"), *(PACKAGE / "_core").glob("*.pxd")]:
+        for module, _ in pattern.findall(path.read_text()):
+            assert module == "embcache.errors" or module.startswith("embcache._core"), f"{path.name} imports {module}"
+        assert "torch" not in re.findall(r"^\s*(?:c?import|from) +(\w+)", path.read_text(), re.MULTILINE), path.name
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, embcache, embcache.table; assert 'torch' not in sys.modules; embcache.EmbeddingBagCollection"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,24 @@
+"""C contract of the arena: growable memory whose segments never move (see ec_arena.h)."""
+
+from libc.stdint cimport int64_t, uint64_t
+
+cdef extern from "ec_memory.h":
+    uint64_t ec_memory_room() noexcept nogil
+    uint64_t ec_cgroup_room(const char *root, const char *membership) noexcept nogil
+    int ec_memory_allows(size_t count) noexcept nogil
+
+cdef extern from "ec_arena.h":
+    ctypedef struct ec_arena:
+        int64_t segment_count
+        int64_t rows    # elements below this are mapped
+        int64_t stride  # bytes of an element
+        size_t bytes    # mapped
+
+    void ec_arena_init(ec_arena *arena, int64_t stride) noexcept nogil
+    void ec_arena_free(ec_arena *arena) noexcept nogil
+    char *ec_arena_at(const ec_arena *arena, int64_t row) noexcept nogil
+    int64_t ec_arena_segment_rows(const ec_arena *arena, int64_t segment) noexcept nogil
+    size_t ec_arena_segment_bytes(const ec_arena *arena, int64_t segment) noexcept nogil
+    size_t ec_arena_missing(const ec_arena *arena, int64_t rows) noexcept nogil
+    int ec_arena_reserve(ec_arena *arena, int64_t rows) noexcept nogil
+    void ec_arena_truncate(ec_arena *arena, int64_t segment_count) noexcept nogil

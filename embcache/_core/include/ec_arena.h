@@ -1,0 +1,134 @@
+/* The arena: growable memory of fixed-size elements whose segments never move.
+ *
+ * Element r of an arena is found by shifts: segment sizes are log-linear, 8 segments for each doubling, so the last
+ * segment is at most 1/8 of what lies before it (beyond the first few) and no table of sizes is needed. The first
+ * segments are about 64 KiB, so a small table costs little; the largest are about 1 GiB.
+ *
+ * Thread safety: any number of readers of elements below `rows`, or one caller that grows.
+ */
+#ifndef EC_ARENA_H
+#define EC_ARENA_H
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ec_memory.h"
+#include "ec_status.h"
+
+#define EC_SEGMENT_MIN ((int64_t)64 << 10)
+#define EC_SEGMENT_MAX ((int64_t)1 << 30)
+
+typedef struct ec_arena {
+    char **segments;
+    int64_t segment_count;
+    int64_t segment_slots; /* length of `segments` */
+    int64_t rows;          /* elements below this are mapped */
+    int64_t stride;        /* bytes of an element */
+    int shift;             /* the first segments hold 1 << shift elements */
+    int growth;            /* the largest hold 1 << (shift + growth) */
+    size_t bytes;          /* mapped */
+} ec_arena;
+
+static void ec_arena_init(ec_arena *arena, int64_t stride)
+{
+    memset(arena, 0, sizeof *arena);
+    arena->stride = stride;
+    while (((int64_t)2 << arena->shift) * stride <= EC_SEGMENT_MIN)
+        arena->shift += 1;
+    while (((int64_t)2 << (arena->shift + arena->growth)) * stride <= EC_SEGMENT_MAX)
+        arena->growth += 1;
+}
+
+/* Address of element `row`, which must be below arena->rows. */
+static inline char *ec_arena_at(const ec_arena *arena, int64_t row)
+{
+    EC_ASSERT(row >= 0 && row < arena->rows);
+    uint64_t unit = (uint64_t)row >> arena->shift;
+    int doubling = 60 - __builtin_clzll(unit | 8);
+    if (doubling > arena->growth)
+        doubling = arena->growth;
+    int64_t segment = ((int64_t)doubling << 3) + (int64_t)(unit >> doubling);
+    int64_t within = row & (((int64_t)1 << (arena->shift + doubling)) - 1);
+    return arena->segments[segment] + within * arena->stride;
+}
+
+/* Elements of segment `segment`. */
+static inline int64_t ec_arena_segment_rows(const ec_arena *arena, int64_t segment)
+{
+    int64_t doubling = segment < 16 ? 0 : (segment >> 3) - 1;
+    if (doubling > arena->growth)
+        doubling = arena->growth;
+    return (int64_t)1 << (arena->shift + doubling);
+}
+
+static inline size_t ec_arena_segment_bytes(const ec_arena *arena, int64_t segment)
+{
+    return ec_page_round((size_t)(ec_arena_segment_rows(arena, segment) * arena->stride));
+}
+
+/* Bytes that reserving `rows` elements would map. */
+static size_t ec_arena_missing(const ec_arena *arena, int64_t rows)
+{
+    size_t missing = 0;
+    int64_t covered = arena->rows;
+    for (int64_t segment = arena->segment_count; covered < rows; ++segment) {
+        missing += ec_arena_segment_bytes(arena, segment);
+        covered += ec_arena_segment_rows(arena, segment);
+    }
+    return missing;
+}
+
+/* Give segments back until `segment_count` are left. */
+static void ec_arena_truncate(ec_arena *arena, int64_t segment_count)
+{
+    while (arena->segment_count > segment_count) {
+        int64_t last = arena->segment_count - 1;
+        size_t bytes = ec_arena_segment_bytes(arena, last);
+        munmap(arena->segments[last], bytes);
+        arena->bytes -= bytes;
+        arena->rows -= ec_arena_segment_rows(arena, last);
+        arena->segment_count = last;
+    }
+}
+
+/* Map zeroed segments until `rows` elements are covered. EC_NOMEM leaves the arena as it was.
+ * The caller has asked ec_memory_allows for everything that it is about to map. */
+static int ec_arena_reserve(ec_arena *arena, int64_t rows)
+{
+    int64_t before = arena->segment_count;
+    while (arena->rows < rows) {
+        int64_t segment = arena->segment_count;
+        if (segment == arena->segment_slots) {
+            int64_t slots = arena->segment_slots ? arena->segment_slots * 2 : 8;
+            char **wider = (char **)realloc(arena->segments, (size_t)slots * sizeof *wider);
+            if (wider == NULL) {
+                ec_arena_truncate(arena, before);
+                return EC_NOMEM;
+            }
+            arena->segments = wider;
+            arena->segment_slots = slots;
+        }
+        size_t bytes = ec_arena_segment_bytes(arena, segment);
+        char *at = (char *)ec_map(bytes);
+        if (at == NULL) {
+            ec_arena_truncate(arena, before);
+            return EC_NOMEM;
+        }
+        arena->segments[segment] = at;
+        arena->segment_count = segment + 1;
+        arena->rows += ec_arena_segment_rows(arena, segment);
+        arena->bytes += bytes;
+    }
+    return EC_OK;
+}
+
+static void ec_arena_free(ec_arena *arena)
+{
+    ec_arena_truncate(arena, 0);
+    free(arena->segments);
+    arena->segments = NULL;
+    arena->segment_slots = 0;
+}
+
+#endif

@@ -1,0 +1,297 @@
+/* The batch loops of the table: find, look up, copy, settle. Each works on a span of a batch, in one thread.
+ *
+ * All of them run a rolling window: the bucket (then the row) of key i + AHEAD is prefetched while key i is served, so
+ * that cache misses overlap. Large outputs are written past the cache, which would otherwise first read what it is
+ * about to overwrite.
+ */
+#ifndef EC_ROWS_H
+#define EC_ROWS_H
+
+#include "ec_table.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#define EC_AHEAD 16     /* keys between the prefetch of a bucket and its probe; a power of two */
+#define EC_ROW_AHEAD 8  /* keys between the prefetch of a row and its copy; below EC_AHEAD */
+#define EC_ROW_LINES 8  /* cache lines of a row that are prefetched; the hardware follows from there */
+#define EC_STREAM_BYTES ((int64_t)8 << 20)
+
+static inline void ec_row_prefetch(const float *row, int64_t floats)
+{
+    const char *line = (const char *)row;
+    const char *end = (const char *)(row + floats);
+    for (int i = 0; i < EC_ROW_LINES && line < end; ++i, line += 64)
+        EC_PREFETCH_READ(line);
+}
+
+/* Whether an output of `rows` rows should be written past the cache. */
+static inline int ec_streams(const float *out, int64_t stride, int64_t dim, int64_t rows)
+{
+#ifdef __SSE2__
+    return dim % 4 == 0 && stride % 4 == 0 && ((uintptr_t)out & 15) == 0 && rows * dim * (int64_t)sizeof(float) >= EC_STREAM_BYTES;
+#else
+    (void)out, (void)stride, (void)dim, (void)rows;
+    return 0;
+#endif
+}
+
+static inline void ec_row_copy(float *to, const float *from, int64_t dim, int stream)
+{
+#ifdef __SSE2__
+    if (stream) {
+        for (int64_t j = 0; j < dim; j += 4)
+            _mm_stream_ps(to + j, _mm_loadu_ps(from + j));
+        return;
+    }
+#endif
+    (void)stream;
+    memcpy(to, from, (size_t)dim * sizeof(float));
+}
+
+static inline void ec_stream_fence(int stream)
+{
+#ifdef __SSE2__
+    if (stream)
+        _mm_sfence();
+#endif
+    (void)stream;
+}
+
+static inline uint64_t ec_hash_at(const int64_t *keys, const uint64_t *hashes, int64_t i)
+{
+    return hashes == NULL ? ec_hash(keys[i]) : hashes[i];
+}
+
+/* Where a key will be looked for. */
+typedef struct ec_probe {
+    const ec_partition *partition;
+    uint64_t home;
+} ec_probe;
+
+static inline ec_probe ec_probe_start(const ec_table *t, uint64_t hash)
+{
+    ec_probe probe;
+    probe.partition = ec_table_partition(t, hash);
+    probe.home = ec_index_home(&probe.partition->index, hash);
+    EC_PREFETCH_READ(probe.partition->index.buckets + probe.home);
+    return probe;
+}
+
+static inline int64_t ec_probe_finish(const ec_probe *probe, int64_t key)
+{
+    const uint32_t *local = ec_index_place_from(&probe->partition->index, key, probe->home);
+    return local == NULL ? -1 : ec_partition_row(probe->partition, *local);
+}
+
+/* rows[i] = row of keys[i], or -1. `hashes` may be NULL. */
+static void ec_find_span(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows)
+{
+    ec_probe window[EC_AHEAD];
+    for (int64_t i = 0; i < n && i < EC_AHEAD; ++i)
+        window[i] = ec_probe_start(t, ec_hash_at(keys, hashes, i));
+    for (int64_t i = 0; i < n; ++i) {
+        ec_probe *slot = &window[i & (EC_AHEAD - 1)];
+        rows[i] = ec_probe_finish(slot, keys[i]);
+        if (i + EC_AHEAD < n)
+            *slot = ec_probe_start(t, ec_hash_at(keys, hashes, i + EC_AHEAD));
+    }
+}
+
+/* Find and copy in one pass: bucket prefetched 16 keys ahead, row 8 ahead. out row i = weights of keys[i]; an absent
+ * key gets its initial value where `missing` is NULL; else its out row is left alone and missing[i] = 1 (0 for the
+ * others). Returns the number absent. */
+static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, float *out, uint8_t *missing, int stream)
+{
+    ec_probe window[EC_AHEAD];
+    const float *found[EC_AHEAD];
+    const int64_t dim = t->dim;
+    int64_t absent = 0;
+    for (int64_t i = 0; i < n && i < EC_AHEAD; ++i)
+        window[i] = ec_probe_start(t, ec_hash(keys[i]));
+    for (int64_t i = -EC_ROW_AHEAD; i < n; ++i) {
+        int64_t next = i + EC_ROW_AHEAD;
+        if (next < n) {
+            ec_probe *slot = &window[next & (EC_AHEAD - 1)];
+            int64_t row = ec_probe_finish(slot, keys[next]);
+            if (missing != NULL)
+                missing[next] = row < 0;
+            found[next & (EC_AHEAD - 1)] = row < 0 ? NULL : ec_table_weights(t, row);
+            if (row >= 0)
+                ec_row_prefetch(found[next & (EC_AHEAD - 1)], dim);
+            if (next + EC_AHEAD < n)
+                *slot = ec_probe_start(t, ec_hash(keys[next + EC_AHEAD]));
+        }
+        if (i < 0)
+            continue;
+        const float *weights = found[i & (EC_AHEAD - 1)];
+        if (weights != NULL) {
+            ec_row_copy(out + i * dim, weights, dim, stream);
+        } else {
+            absent += 1;
+            if (missing == NULL)
+                ec_init_row(&t->init, ec_hash(keys[i]), out + i * dim, dim);
+        }
+    }
+    ec_stream_fence(stream);
+    return absent;
+}
+
+/* A buffer of rows outside the table: weights, and the state cut into `parts` arrays of `widths` floats a row. */
+typedef struct ec_rows_buffer {
+    float *weights;
+    int64_t stride;        /* floats from one row of `weights` to the next */
+    float *const *states;  /* one pointer for each part */
+    const int64_t *widths; /* floats of a row of each part; rows lie next to each other */
+    int64_t parts;         /* 0: weights only; -1: writing sets the state to zero */
+    const int64_t *places; /* buffer row of element i; NULL: i */
+} ec_rows_buffer;
+
+static inline void ec_rows_prefetch(const ec_table *t, int64_t row, int64_t parts)
+{
+    if (row < 0)
+        return;
+    ec_row_prefetch(ec_table_weights(t, row), t->dim);
+    if (parts != 0 && t->state_dim > 0)
+        ec_row_prefetch(ec_table_state(t, row), t->state_dim);
+}
+
+/* Table rows -> buffer rows, elements from .. to - 1. A negative row is passed over. */
+static void ec_read_span(const ec_table *t, const int64_t *rows, int64_t from, int64_t to, const ec_rows_buffer *buffer, int stream)
+{
+    for (int64_t i = from; i < to && i < from + EC_ROW_AHEAD; ++i)
+        ec_rows_prefetch(t, rows[i], buffer->parts);
+    for (int64_t i = from; i < to; ++i) {
+        if (i + EC_ROW_AHEAD < to)
+            ec_rows_prefetch(t, rows[i + EC_ROW_AHEAD], buffer->parts);
+        if (rows[i] < 0)
+            continue;
+        const int64_t place = buffer->places == NULL ? i : buffer->places[i];
+        ec_row_copy(buffer->weights + place * buffer->stride, ec_table_weights(t, rows[i]), t->dim, stream);
+        if (buffer->parts == 0)
+            continue;
+        const float *state = ec_table_state(t, rows[i]);
+        for (int64_t part = 0; part < buffer->parts; ++part) {
+            const int64_t width = buffer->widths[part];
+            memcpy(buffer->states[part] + place * width, state, (size_t)width * sizeof(float));
+            state += width;
+        }
+    }
+    ec_stream_fence(stream);
+}
+
+static inline void ec_write_row(const ec_table *t, int64_t row, int64_t place, const ec_rows_buffer *buffer)
+{
+    memcpy(ec_table_weights(t, row), buffer->weights + place * buffer->stride, (size_t)t->dim * sizeof(float));
+    if (buffer->parts == 0 || t->state_dim == 0)
+        return;
+    float *state = ec_table_state(t, row);
+    if (buffer->parts < 0)
+        memset(state, 0, (size_t)t->state_dim * sizeof(float));
+    for (int64_t part = 0; part < buffer->parts; ++part) {
+        const int64_t width = buffer->widths[part];
+        memcpy(state, buffer->states[part] + place * width, (size_t)width * sizeof(float));
+        state += width;
+    }
+}
+
+/* Buffer rows -> table rows, all n elements in order, of which this call serves the rows of residue `share` modulo
+ * `shares`: each row belongs to one share, so the last of several writes to a row wins at any number of threads. */
+static void ec_write_share(const ec_table *t, const int64_t *rows, int64_t n, const ec_rows_buffer *buffer, int64_t share, int64_t shares)
+{
+    for (int64_t i = 0; i < n; ++i) {
+        if (i + EC_ROW_AHEAD < n) {
+            int64_t ahead = rows[i + EC_ROW_AHEAD];
+            if (shares == 1 || (ahead >> 4) % shares == share)
+                ec_rows_prefetch(t, ahead, buffer->parts);
+        }
+        if (rows[i] >= 0 && (shares == 1 || (rows[i] >> 4) % shares == share))
+            ec_write_row(t, rows[i], buffer->places == NULL ? i : buffer->places[i], buffer);
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------------- inserts */
+
+/* The absent keys of one insert that belong to one partition, in batch order. */
+typedef struct ec_settlement {
+    int64_t from, to; /* span of positions[] and locals[] */
+    int64_t settled;  /* elements of the span that have a local */
+    int64_t born;     /* keys that were new */
+    int status;
+} ec_settlement;
+
+/* Make the index ready for one more key. `done` of `total` elements of the batch brought `born` new keys: the rest is
+ * expected to bring as many in proportion, within a factor of 1.5 to 4. */
+static int ec_settle_grow(ec_partition *p, int64_t done, int64_t total, int64_t born)
+{
+    const int64_t held = p->index.size + p->limbo;
+    double expected = (double)(total - done) * (double)(born + 1) / (double)(done + 1);
+    int64_t extra = expected < (double)(3 * held) ? (int64_t)expected : 3 * held;
+    extra = (extra > 0 ? extra : 0) + 1;
+    int status = ec_index_reserve(&p->index, p->limbo + extra);
+    return status == EC_OK ? EC_OK : ec_index_reserve(&p->index, p->limbo + 1);
+}
+
+/* Give each absent key of one partition a local: born[position] is set where it is the key's first. Stops at the first
+ * failure; ec_settle_undo takes everything back. */
+static void ec_settle(const ec_table *t, ec_partition *p, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
+                      uint32_t *locals, uint8_t *born, ec_settlement *s)
+{
+    for (int64_t i = s->from; i < s->to; ++i) {
+        if (i + EC_AHEAD < s->to)
+            ec_index_prefetch(&p->index, ec_hash_at(keys, hashes, positions[i + EC_AHEAD]));
+        const int64_t position = positions[i];
+        const int64_t key = keys[position];
+        const uint64_t hash = ec_hash_at(keys, hashes, position);
+        const uint32_t *place = ec_index_place(&p->index, key, hash);
+        if (place != NULL) {
+            locals[i] = *place;
+        } else {
+            if (p->index.size + p->limbo >= p->index.grow_at) {
+                s->status = ec_settle_grow(p, i - s->from, s->to - s->from, s->born);
+                if (s->status != EC_OK)
+                    return;
+            }
+            int64_t local = ec_partition_pop(t, p);
+            if (local < 0) {
+                s->status = EC_LIMIT;
+                return;
+            }
+            ec_index_insert(&p->index, key, hash, (uint32_t)local);
+            locals[i] = (uint32_t)local;
+            born[position] = 1;
+            s->born += 1;
+        }
+        s->settled += 1;
+    }
+}
+
+static void ec_settle_undo(ec_table *t, ec_partition *p, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
+                           const uint32_t *locals, uint8_t *born, ec_settlement *s)
+{
+    for (int64_t i = s->from + s->settled - 1; i >= s->from; --i) {
+        const int64_t position = positions[i];
+        if (!born[position])
+            continue;
+        ec_index_erase(&p->index, keys[position], ec_hash_at(keys, hashes, position));
+        ec_partition_unpop(t, p, locals[i]);
+        born[position] = 0;
+    }
+}
+
+/* Final rows of the elements from .. to - 1 of positions[]; new rows get their initial values. */
+static void ec_settle_finish(const ec_table *t, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
+                             const uint32_t *locals, const uint8_t *born, int64_t from, int64_t to, int64_t *rows)
+{
+    for (int64_t i = from; i < to; ++i) {
+        const int64_t position = positions[i];
+        const uint64_t hash = ec_hash_at(keys, hashes, position);
+        const int64_t row = ec_partition_row(ec_table_partition(t, hash), locals[i]);
+        rows[position] = row;
+        if (born[position])
+            ec_table_bear(t, row, keys[position], hash);
+    }
+}
+
+#endif

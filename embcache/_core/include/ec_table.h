@@ -1,0 +1,443 @@
+/* The table: keys -> rows, as plain C structures and their primitives. table.pyx owns the life cycle and the batches.
+ *
+ * Rows. A row index is global in the table. Columns (weights and state, keys, flags, and with a filter frequencies and
+ * timestamps) are arenas addressed by row index. State of at most 8 bytes is a column of its own; otherwise it follows
+ * the weights. A row's flags say which of these it is: live (in the index), limbo (detached: data kept, key unmapped),
+ * free (in a partition's list, or never used: all bits 0).
+ *
+ * Partitions. A partition is a range of vshards with its own index, whose uint32 values are partition-local row
+ * numbers ("locals"). Locals map to rows through a list of extents of 1024 rows. New locals come from the partition's
+ * free list (last in, first out, threaded through the key column of the free rows, so that freeing cannot fail), then
+ * by counting up. Extents are taken in partition order by one thread, lowest number first; so row indexes are a
+ * function of the sequence of calls and never of threads or of the index's layout.
+ *
+ * A split gives the upper half of the vshards to a new partition. Both keep the parent's extents (a local has the same
+ * number in both) and share nothing else; extents taken later belong to one.
+ *
+ * Thread safety: none inside; a table's lock is taken at the doors. Within a batch, threads own disjoint partitions or
+ * disjoint rows.
+ */
+#ifndef EC_TABLE_H
+#define EC_TABLE_H
+
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "ec_arena.h"
+#include "ec_index.h"
+#include "ec_init.h"
+
+#define EC_EXTENT_BITS 10
+#define EC_EXTENT_ROWS ((int64_t)1 << EC_EXTENT_BITS)
+#define EC_PARTITIONS_MAX 256
+#define EC_SPLIT_ABOVE ((int64_t)64 << 10)
+#define EC_ROWS_MAX ((int64_t)1 << 40)
+
+enum { EC_LIVE = 1, EC_RESIDENT = 2, EC_LIMBO = 4 };
+
+typedef struct ec_partition {
+    ec_index index;       /* key -> local, live keys only */
+    uint32_t *extents;    /* local >> 10 -> global extent */
+    int64_t extent_count;
+    int64_t extent_slots; /* length of `extents` */
+    int64_t owned_from;   /* extents below this are shared with a sibling */
+    int64_t next_local;   /* locals from here on were never handed out */
+    int64_t backed_local; /* locals below this have an extent and memory */
+    int64_t free_head;    /* first local of the free list, or -1 */
+    int64_t free_count;
+    int64_t limbo;        /* limbo rows of its vshards: the index keeps room for their keys */
+    int32_t vshard_from, vshard_to;
+} ec_partition;
+
+typedef struct ec_table {
+    int64_t dim;
+    int64_t state_dim;
+    int64_t state_at; /* floats before the state inside a row; -1: the state is a column */
+    int with_filter;
+    int closed;
+    ec_arena rows, states, keys, flags, frequencies, timestamps;
+    int64_t row_limit; /* rows below this are mapped in every column */
+    ec_partition *partitions;
+    int64_t partition_count, partition_slots;
+    int64_t split_above; /* a partition with more live rows splits */
+    uint8_t partition_of[EC_VSHARDS];
+    uint32_t limbo_of[EC_VSHARDS];
+    uint32_t *extent_local;  /* global extent -> its place in its partitions' lists */
+    uint32_t *free_extents;  /* extents given back by undo, descending */
+    int64_t extent_count, extent_slots, free_extent_count;
+    int64_t live, limbo;
+    uint64_t version; /* changes with every change of content */
+    ec_init init;
+    float *initial_state; /* state_dim floats, or NULL for zeros */
+    pthread_rwlock_t lock;
+} ec_table;
+
+/* ----------------------------------------------------------------------------------------------------------- columns */
+
+static inline float *ec_table_weights(const ec_table *t, int64_t row) { return (float *)ec_arena_at(&t->rows, row); }
+
+static inline float *ec_table_state(const ec_table *t, int64_t row)
+{
+    return t->state_at < 0 ? (float *)ec_arena_at(&t->states, row) : (float *)ec_arena_at(&t->rows, row) + t->state_at;
+}
+
+static inline int64_t *ec_table_key(const ec_table *t, int64_t row) { return (int64_t *)ec_arena_at(&t->keys, row); }
+static inline uint8_t *ec_table_flags(const ec_table *t, int64_t row) { return (uint8_t *)ec_arena_at(&t->flags, row); }
+static inline int64_t *ec_table_freq(const ec_table *t, int64_t row) { return (int64_t *)ec_arena_at(&t->frequencies, row); }
+static inline int64_t *ec_table_ts(const ec_table *t, int64_t row) { return (int64_t *)ec_arena_at(&t->timestamps, row); }
+
+/* -------------------------------------------------------------------------------------------------------- partitions */
+
+static inline ec_partition *ec_table_partition(const ec_table *t, uint64_t hash)
+{
+    return t->partitions + t->partition_of[ec_vshard(hash)];
+}
+
+static inline int64_t ec_partition_row(const ec_partition *p, int64_t local)
+{
+    return ((int64_t)p->extents[local >> EC_EXTENT_BITS] << EC_EXTENT_BITS) | (local & (EC_EXTENT_ROWS - 1));
+}
+
+static inline int64_t ec_table_local(const ec_table *t, int64_t row)
+{
+    return ((int64_t)t->extent_local[row >> EC_EXTENT_BITS] << EC_EXTENT_BITS) | (row & (EC_EXTENT_ROWS - 1));
+}
+
+static inline void ec_partition_push(const ec_table *t, ec_partition *p, int64_t local)
+{
+    int64_t row = ec_partition_row(p, local);
+    *ec_table_flags(t, row) = 0;
+    *ec_table_key(t, row) = p->free_head;
+    p->free_head = local;
+    p->free_count += 1;
+}
+
+/* The next local: from the free list, else by counting up (its extent may have to be taken yet). -1 at the limit. */
+static inline int64_t ec_partition_pop(const ec_table *t, ec_partition *p)
+{
+    int64_t local = p->free_head;
+    if (local < 0)
+        return p->next_local > UINT32_MAX ? -1 : p->next_local++;
+    p->free_head = *ec_table_key(t, ec_partition_row(p, local));
+    p->free_count -= 1;
+    if (p->free_head >= 0)
+        EC_PREFETCH_READ(ec_table_key(t, ec_partition_row(p, p->free_head)));
+    return local;
+}
+
+/* Give back extents at the end of a partition's list that hold no handed-out local. Cannot fail. */
+static void ec_partition_release_extents(ec_table *t, ec_partition *p)
+{
+    while (p->extent_count > p->owned_from && (p->extent_count - 1) * EC_EXTENT_ROWS >= p->next_local) {
+        uint32_t extent = p->extents[--p->extent_count];
+        int64_t at = t->free_extent_count++;
+        for (; at > 0 && t->free_extents[at - 1] < extent; --at)
+            t->free_extents[at] = t->free_extents[at - 1];
+        t->free_extents[at] = extent;
+    }
+}
+
+/* Take back a pop, newest first: afterwards the next pops give the same locals again. */
+static inline void ec_partition_unpop(ec_table *t, ec_partition *p, int64_t local)
+{
+    if (p->free_head < 0 && local == p->next_local - 1) {
+        if (local < p->extent_count * EC_EXTENT_ROWS) {
+            int64_t row = ec_partition_row(p, local);
+            if (row < t->row_limit)
+                *ec_table_flags(t, row) = 0;
+        }
+        p->next_local = local;
+        p->backed_local = p->backed_local < local ? p->backed_local : local;
+        ec_partition_release_extents(t, p);
+    } else {
+        ec_partition_push(t, p, local);
+    }
+}
+
+/* --------------------------------------------------------------------------------------------- growth of the columns */
+
+static int ec_grow_u32(uint32_t **array, int64_t slots)
+{
+    uint32_t *wider = (uint32_t *)realloc(*array, (size_t)slots * sizeof **array);
+    if (wider == NULL)
+        return EC_NOMEM;
+    *array = wider;
+    return EC_OK;
+}
+
+/* Append the lowest free extent to a partition's list. EC_NOMEM and EC_LIMIT change nothing. */
+static int ec_table_take_extent(ec_table *t, ec_partition *p)
+{
+    if (p->extent_count == p->extent_slots) {
+        int64_t slots = p->extent_slots ? p->extent_slots + (p->extent_slots + 1) / 2 : 2;
+        if (ec_grow_u32(&p->extents, slots) != EC_OK)
+            return EC_NOMEM;
+        p->extent_slots = slots;
+    }
+    uint32_t extent;
+    if (t->free_extent_count > 0) {
+        extent = t->free_extents[--t->free_extent_count];
+    } else {
+        if (t->extent_count == EC_ROWS_MAX / EC_EXTENT_ROWS)
+            return EC_LIMIT;
+        if (t->extent_count == t->extent_slots) {
+            int64_t slots = t->extent_slots ? t->extent_slots + (t->extent_slots + 1) / 2 : 2;
+            if (ec_grow_u32(&t->extent_local, slots) != EC_OK || ec_grow_u32(&t->free_extents, slots) != EC_OK)
+                return EC_NOMEM;
+            t->extent_slots = slots;
+        }
+        extent = (uint32_t)t->extent_count++;
+    }
+    t->extent_local[extent] = (uint32_t)p->extent_count;
+    p->extents[p->extent_count++] = extent;
+    return EC_OK;
+}
+
+enum { EC_COLUMNS = 6 };
+
+static inline void ec_table_columns(ec_table *t, ec_arena *columns[EC_COLUMNS])
+{
+    columns[0] = &t->rows;
+    columns[1] = &t->keys;
+    columns[2] = &t->flags;
+    columns[3] = t->state_at < 0 && t->state_dim > 0 ? &t->states : NULL;
+    columns[4] = t->with_filter ? &t->frequencies : NULL;
+    columns[5] = t->with_filter ? &t->timestamps : NULL;
+}
+
+/* Map every column up to `rows` rows, or none further: EC_NOMEM leaves them as they were. */
+static int ec_table_map_rows(ec_table *t, int64_t rows)
+{
+    ec_arena *columns[EC_COLUMNS];
+    int64_t before[EC_COLUMNS];
+    size_t missing = 0;
+    if (rows <= t->row_limit)
+        return EC_OK;
+    ec_table_columns(t, columns);
+    for (int i = 0; i < EC_COLUMNS; ++i)
+        if (columns[i] != NULL)
+            missing += ec_arena_missing(columns[i], rows);
+    if (!ec_memory_allows(missing))
+        return EC_NOMEM;
+    for (int i = 0; i < EC_COLUMNS; ++i) {
+        if (columns[i] == NULL)
+            continue;
+        before[i] = columns[i]->segment_count;
+        if (ec_arena_reserve(columns[i], rows) != EC_OK) {
+            while (i-- > 0)
+                if (columns[i] != NULL)
+                    ec_arena_truncate(columns[i], before[i]);
+            return EC_NOMEM;
+        }
+    }
+    t->row_limit = rows;
+    return EC_OK;
+}
+
+/* Give every local that was handed out its extent and its memory. On failure the caller takes the locals back. */
+static int ec_table_back_locals(ec_table *t)
+{
+    int64_t rows = t->row_limit;
+    for (int64_t i = 0; i < t->partition_count; ++i) {
+        ec_partition *p = t->partitions + i;
+        while (p->extent_count * EC_EXTENT_ROWS < p->next_local) {
+            int status = ec_table_take_extent(t, p);
+            if (status != EC_OK)
+                return status;
+        }
+        for (int64_t local = p->backed_local; local < p->next_local;) {
+            int64_t end = ((local >> EC_EXTENT_BITS) + 1) * EC_EXTENT_ROWS;
+            end = end < p->next_local ? end : p->next_local;
+            int64_t row = ec_partition_row(p, end - 1);
+            rows = row + 1 > rows ? row + 1 : rows;
+            local = end;
+        }
+    }
+    int status = ec_table_map_rows(t, rows);
+    if (status == EC_OK)
+        for (int64_t i = 0; i < t->partition_count; ++i)
+            t->partitions[i].backed_local = t->partitions[i].next_local;
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------------------- life of a row */
+
+/* Make `row` the fresh row of `key`: initial weights and state, no history. */
+static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, uint64_t hash)
+{
+    ec_init_row(&t->init, hash, ec_table_weights(t, row), t->dim);
+    if (t->state_dim > 0) {
+        size_t bytes = (size_t)t->state_dim * sizeof(float);
+        if (t->initial_state == NULL)
+            memset(ec_table_state(t, row), 0, bytes);
+        else
+            memcpy(ec_table_state(t, row), t->initial_state, bytes);
+    }
+    *ec_table_key(t, row) = key;
+    *ec_table_flags(t, row) = EC_LIVE;
+    if (t->with_filter) {
+        *ec_table_freq(t, row) = 0;
+        *ec_table_ts(t, row) = INT64_MIN;
+    }
+}
+
+static int64_t ec_table_detach(ec_table *t, int64_t key, uint64_t hash)
+{
+    ec_partition *p = ec_table_partition(t, hash);
+    int64_t local = ec_index_erase(&p->index, key, hash);
+    if (local < 0)
+        return -1;
+    int64_t row = ec_partition_row(p, local);
+    uint8_t *flags = ec_table_flags(t, row);
+    EC_ASSERT(*flags & EC_LIVE);
+    *flags = (uint8_t)((*flags & ~EC_LIVE) | EC_LIMBO);
+    p->limbo += 1;
+    t->limbo_of[ec_vshard(hash)] += 1;
+    t->limbo += 1;
+    t->live -= 1;
+    t->version += 1;
+    return row;
+}
+
+static inline void ec_table_leave_limbo(ec_table *t, ec_partition *p, uint64_t hash)
+{
+    EC_ASSERT(p->limbo > 0 && t->limbo_of[ec_vshard(hash)] > 0);
+    p->limbo -= 1;
+    t->limbo_of[ec_vshard(hash)] -= 1;
+    t->limbo -= 1;
+    t->version += 1;
+}
+
+/* Inverse of detach. EC_STATE, and nothing changed, where the row is not in limbo. */
+static int ec_table_attach(ec_table *t, int64_t key, uint64_t hash, int64_t row)
+{
+    ec_partition *p = ec_table_partition(t, hash);
+    uint8_t *flags = ec_table_flags(t, row);
+    if (!(*flags & EC_LIMBO) || *ec_table_key(t, row) != key)
+        return EC_STATE;
+    ec_table_leave_limbo(t, p, hash);
+    *flags = (uint8_t)((*flags & ~EC_LIMBO) | EC_LIVE);
+    ec_index_insert(&p->index, key, hash, (uint32_t)ec_table_local(t, row));
+    t->live += 1;
+    return EC_OK;
+}
+
+/* End of a limbo row: its place becomes free. */
+static void ec_table_free_row(ec_table *t, uint64_t hash, int64_t row)
+{
+    ec_partition *p = ec_table_partition(t, hash);
+    EC_ASSERT(*ec_table_flags(t, row) & EC_LIMBO);
+    ec_table_leave_limbo(t, p, hash);
+    ec_partition_push(t, p, ec_table_local(t, row));
+}
+
+/* Undo of an insert, newest first: the next inserts get the same row indexes again. */
+static void ec_table_unborn(ec_table *t, int64_t key, uint64_t hash, int64_t row)
+{
+    ec_partition *p = ec_table_partition(t, hash);
+    int64_t local = ec_index_erase(&p->index, key, hash);
+    EC_ASSERT(local >= 0 && ec_partition_row(p, local) == row);
+    (void)row;
+    ec_partition_unpop(t, p, local);
+    t->live -= 1;
+    t->version += 1;
+}
+
+/* -------------------------------------------------------------------------------------------------------------- splits */
+
+static int ec_table_split(ec_table *t, int64_t which)
+{
+    if (t->partition_count == t->partition_slots) {
+        int64_t slots = t->partition_slots * 2;
+        ec_partition *wider = (ec_partition *)realloc(t->partitions, (size_t)slots * sizeof *wider);
+        if (wider == NULL)
+            return EC_NOMEM;
+        t->partitions = wider;
+        t->partition_slots = slots;
+    }
+    ec_partition *p = t->partitions + which;
+    const int32_t middle = p->vshard_from + (p->vshard_to - p->vshard_from) / 2;
+    const int64_t limbo_from = p->limbo;
+    int64_t upper_keys = 0, upper_limbo = 0;
+    for (uint64_t at = 0; at < p->index.bucket_count; ++at) {
+        const ec_bucket *bucket = p->index.buckets + at;
+        for (uint32_t rest = bucket->meta & EC_OCCUPANCY; rest; rest &= rest - 1)
+            upper_keys += (int32_t)ec_vshard(ec_hash(bucket->keys[__builtin_ctz(rest)])) >= middle;
+    }
+    for (int32_t vshard = middle; vshard < p->vshard_to; ++vshard)
+        upper_limbo += t->limbo_of[vshard];
+
+    /* Room for an eighth more than there is: a half that had to grow at its next insert would be copied twice. */
+    const int64_t lower_keys = p->index.size - upper_keys;
+    ec_index lower, upper;
+    ec_index_init(&lower, p->index.seed);
+    ec_index_init(&upper, p->index.seed);
+    ec_partition q = *p;
+    q.extents = NULL;
+    q.extent_slots = p->extent_count;
+    if (ec_index_reserve(&lower, lower_keys + lower_keys / 8 + limbo_from - upper_limbo) != EC_OK ||
+        ec_index_reserve(&upper, upper_keys + upper_keys / 8 + upper_limbo) != EC_OK ||
+        (p->extent_count > 0 && ec_grow_u32(&q.extents, q.extent_slots) != EC_OK)) {
+        ec_index_free(&lower);
+        ec_index_free(&upper);
+        return EC_NOMEM;
+    }
+    for (uint64_t at = 0; at < p->index.bucket_count; ++at) {
+        const ec_bucket *bucket = p->index.buckets + at;
+        for (uint32_t rest = bucket->meta & EC_OCCUPANCY; rest; rest &= rest - 1) {
+            int place = __builtin_ctz(rest);
+            uint64_t hash = ec_hash(bucket->keys[place]);
+            ec_index *half = (int32_t)ec_vshard(hash) >= middle ? &upper : &lower;
+            ec_index_insert(half, bucket->keys[place], hash, bucket->vals[place]);
+        }
+    }
+    if (p->extent_count > 0)
+        memcpy(q.extents, p->extents, (size_t)p->extent_count * sizeof *q.extents);
+    q.index = upper;
+    q.owned_from = q.extent_count;
+    q.next_local = q.extent_count * EC_EXTENT_ROWS; /* the lower half goes on filling the last extent */
+    q.backed_local = q.next_local;
+    q.limbo = upper_limbo;
+    q.vshard_from = middle;
+
+    /* The lower half keeps the top of the free list, the upper half gets the rest. */
+    const int64_t kept = p->free_count - p->free_count / 2;
+    q.free_count = p->free_count - kept;
+    q.free_head = p->free_head;
+    int64_t last = -1;
+    for (int64_t i = 0; i < kept; ++i) {
+        last = q.free_head;
+        q.free_head = *ec_table_key(t, ec_partition_row(p, last));
+    }
+    if (last >= 0)
+        *ec_table_key(t, ec_partition_row(p, last)) = -1;
+
+    ec_index_free(&p->index);
+    p->index = lower;
+    p->owned_from = p->extent_count;
+    p->limbo = limbo_from - upper_limbo;
+    p->vshard_to = middle;
+    p->free_count = kept;
+    for (int32_t vshard = middle; vshard < q.vshard_to; ++vshard)
+        t->partition_of[vshard] = (uint8_t)t->partition_count;
+    t->partitions[t->partition_count++] = q;
+    return EC_OK;
+}
+
+/* Split every partition that is too large, until none is. What is there to split was inserted since the last call, so
+ * the cost is shared by the inserts; and a call that is undone and repeated finds nothing left to split. */
+static int ec_table_split_large(ec_table *t)
+{
+    for (int64_t i = 0; i < t->partition_count; ++i) {
+        while (t->partitions[i].index.size > t->split_above && t->partition_count < EC_PARTITIONS_MAX &&
+               t->partitions[i].vshard_to - t->partitions[i].vshard_from > 1) {
+            int status = ec_table_split(t, i);
+            if (status != EC_OK)
+                return status;
+        }
+    }
+    return EC_OK;
+}
+
+#endif

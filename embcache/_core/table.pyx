@@ -1,0 +1,1057 @@
+"""The table: any int64 key -> a row of weights and optimizer state in host memory.
+
+Owns the life of one `ec_table` (see ec_table.h for its shape and invariants), the batch calls on it and its doors.
+
+Invariants: a key has at most one row; a row index stays while its key lives; a failed call changes nothing; row indexes
+and row values never depend on threads. No pointer into a segment ever leaves the core.
+
+Thread safety: each door takes the table's reader-writer lock with the GIL released; readers run together, a writer
+alone, `close` waits for all. The nogil functions take no lock.
+"""
+
+import os
+import secrets
+
+import numpy as np
+
+from embcache.errors import ClosedError, ConfigError, ForkError, HostMemoryError, ShapeError
+
+from cython cimport final
+from libc.math cimport isfinite
+from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+from posix.types cimport pid_t
+from posix.unistd cimport getpid
+
+from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_memory_room
+from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_vshard, ec_xxh3
+from embcache._core.index cimport ec_index, ec_index_free, ec_index_init
+from embcache._core.threads cimport parallel_for, resolve_threads
+
+cdef extern from "ec_init.h":
+    const int EC_INIT_CONSTANT
+    const int EC_INIT_UNIFORM
+    const int EC_INIT_NORMAL
+    const int EC_INIT_TRUNCATED
+    const int EC_INIT_RAMP
+    void ec_init_row(const ec_init *init, uint64_t hash, float *out, int64_t dim) noexcept nogil
+
+cdef extern from "<pthread.h>":
+    ctypedef struct pthread_rwlock_t:
+        pass
+    ctypedef struct pthread_rwlockattr_t:
+        pass
+    const int PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP
+    int pthread_rwlockattr_init(pthread_rwlockattr_t *attributes) noexcept nogil
+    int pthread_rwlockattr_setkind_np(pthread_rwlockattr_t *attributes, int kind) noexcept nogil
+    int pthread_rwlockattr_destroy(pthread_rwlockattr_t *attributes) noexcept nogil
+    int pthread_rwlock_init(pthread_rwlock_t *lock, const pthread_rwlockattr_t *attributes) noexcept nogil
+    int pthread_rwlock_destroy(pthread_rwlock_t *lock) noexcept nogil
+    int pthread_rwlock_rdlock(pthread_rwlock_t *lock) noexcept nogil
+    int pthread_rwlock_wrlock(pthread_rwlock_t *lock) noexcept nogil
+    int pthread_rwlock_unlock(pthread_rwlock_t *lock) noexcept nogil
+
+cdef extern from "ec_table.h":
+    const int64_t EC_SPLIT_ABOVE
+
+    ctypedef struct ec_partition:
+        ec_index index
+        uint32_t *extents
+        int64_t extent_count, extent_slots
+        int64_t free_head, free_count, limbo
+        int32_t vshard_from, vshard_to
+
+    # The fields of ec_table that only this module touches.
+    ctypedef struct ec_table_fields "ec_table":
+        int64_t dim, state_dim, state_at
+        int with_filter, closed
+        ec_arena rows, states, keys, flags, frequencies, timestamps
+        int64_t row_limit
+        ec_partition *partitions
+        int64_t partition_count, partition_slots, split_above
+        uint8_t partition_of[4096]
+        uint32_t *extent_local
+        uint32_t *free_extents
+        int64_t extent_count, extent_slots, free_extent_count
+        int64_t live, limbo
+        uint64_t version
+        ec_init init
+        float *initial_state
+        pthread_rwlock_t lock
+
+    ec_partition *ec_table_partition(const ec_table *t, uint64_t hash) noexcept nogil
+    int ec_table_split_large(ec_table *t) noexcept nogil
+    int ec_table_back_locals(ec_table *t) noexcept nogil
+
+cdef extern from "ec_rows.h":
+    ctypedef struct ec_settlement:
+        int64_t from_ "from"
+        int64_t to, settled, born
+        int status
+
+    int ec_streams(const float *out, int64_t stride, int64_t dim, int64_t rows) noexcept nogil
+    int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, float *out, uint8_t *missing, int stream) noexcept nogil
+    void ec_read_span(const ec_table *t, const int64_t *rows, int64_t begin, int64_t end, const ec_rows_buffer *buffer,
+                      int stream) noexcept nogil
+    void ec_write_share(const ec_table *t, const int64_t *rows, int64_t n, const ec_rows_buffer *buffer, int64_t share,
+                        int64_t shares) noexcept nogil
+    uint64_t ec_hash_at(const int64_t *keys, const uint64_t *hashes, int64_t i) noexcept nogil
+    void ec_settle(const ec_table *t, ec_partition *p, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
+                   uint32_t *locals_, uint8_t *born, ec_settlement *s) noexcept nogil
+    void ec_settle_undo(ec_table *t, ec_partition *p, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
+                        const uint32_t *locals_, uint8_t *born, ec_settlement *s) noexcept nogil
+    void ec_settle_finish(const ec_table *t, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
+                          const uint32_t *locals_, const uint8_t *born, int64_t begin, int64_t end, int64_t *rows) noexcept nogil
+
+cdef extern from "ec_check.h":
+    const char *ec_table_check(const ec_table *t, int64_t *longest) noexcept nogil
+
+cdef enum:
+    PARALLEL_FROM = 8192    # elements below which waking the pool costs more than it gives
+    SPAN = 4096             # elements of one task
+    MOST_STATE_PARTS = 8
+    MOST_DIM = 1 << 20
+
+INIT_KINDS = {
+    "zeros": EC_INIT_CONSTANT,
+    "constant": EC_INIT_CONSTANT,
+    "uniform": EC_INIT_UNIFORM,
+    "normal": EC_INIT_NORMAL,
+    "truncated_normal": EC_INIT_TRUNCATED,
+    "linear_ramp": EC_INIT_RAMP,
+}
+
+
+# ------------------------------------------------------------------------------------------------- life of an ec_table
+
+
+cdef int64_t _stride(int64_t floats) noexcept nogil:
+    """Bytes of a row: padded to whole cache lines, or below one line to a power of two, so that no row straddles."""
+    cdef int64_t count = floats * <int64_t>sizeof(float)
+    cdef int64_t padded = 4
+    if count > 32:
+        return (count + 63) // 64 * 64
+    while padded < count:
+        padded *= 2
+    return padded
+
+
+cdef void _destroy(ec_table *handle) noexcept nogil:
+    cdef ec_table_fields *t = <ec_table_fields *>handle
+    cdef int64_t i
+    for i in range(t.partition_count):
+        ec_index_free(&t.partitions[i].index)
+        free(t.partitions[i].extents)
+    free(t.partitions)
+    t.partitions = NULL
+    t.partition_count = 0
+    ec_arena_free(&t.rows)
+    ec_arena_free(&t.states)
+    ec_arena_free(&t.keys)
+    ec_arena_free(&t.flags)
+    ec_arena_free(&t.frequencies)
+    ec_arena_free(&t.timestamps)
+    free(t.extent_local)
+    free(t.free_extents)
+    free(t.initial_state)
+    t.extent_local = NULL
+    t.free_extents = NULL
+    t.initial_state = NULL
+    t.row_limit = 0
+    t.live = 0
+    t.limbo = 0
+
+
+cdef ec_table *_create(int64_t dim, int64_t state_dim, bint with_filter, int64_t split_above, uint64_t index_seed,
+                       const float *initial_state) noexcept nogil:
+    cdef ec_table_fields *t = <ec_table_fields *>calloc(1, sizeof(ec_table_fields))
+    cdef pthread_rwlockattr_t attributes
+    cdef bint state_column = 0 < state_dim <= 2
+    if t == NULL:
+        return NULL
+    t.dim = dim
+    t.state_dim = state_dim
+    t.state_at = -1 if state_column else dim
+    t.with_filter = with_filter
+    t.split_above = split_above
+    ec_arena_init(&t.rows, _stride(dim + (0 if state_column else state_dim)))
+    ec_arena_init(&t.states, _stride(state_dim if state_column else 1))
+    ec_arena_init(&t.keys, sizeof(int64_t))
+    ec_arena_init(&t.flags, 1)
+    ec_arena_init(&t.frequencies, sizeof(int64_t))
+    ec_arena_init(&t.timestamps, sizeof(int64_t))
+    t.partition_slots = 1
+    t.partitions = <ec_partition *>calloc(1, sizeof(ec_partition))
+    if t.partitions == NULL:
+        free(t)
+        return NULL
+    if initial_state != NULL:
+        t.initial_state = <float *>malloc(<size_t>state_dim * sizeof(float))
+        if t.initial_state == NULL:
+            free(t.partitions)
+            free(t)
+            return NULL
+        memcpy(t.initial_state, initial_state, <size_t>state_dim * sizeof(float))
+    # Writers first: a stream of readers must not keep a writer, or close, waiting for ever.
+    pthread_rwlockattr_init(&attributes)
+    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP)
+    pthread_rwlock_init(&t.lock, &attributes)
+    pthread_rwlockattr_destroy(&attributes)
+    t.partition_count = 1
+    t.partitions[0].free_head = -1
+    t.partitions[0].vshard_to = EC_VSHARDS
+    ec_index_init(&t.partitions[0].index, index_seed)
+    return <ec_table *>t
+
+
+cdef int table_lock(ec_table *handle, bint write) noexcept nogil:
+    cdef ec_table_fields *t = <ec_table_fields *>handle
+    if write:
+        pthread_rwlock_wrlock(&t.lock)
+    else:
+        pthread_rwlock_rdlock(&t.lock)
+    if t.closed:
+        pthread_rwlock_unlock(&t.lock)
+        return EC_CLOSED
+    return EC_OK
+
+
+cdef void table_unlock(ec_table *t) noexcept nogil:
+    pthread_rwlock_unlock(&(<ec_table_fields *>t).lock)
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+cdef struct Batch:
+    ec_table *t
+    const int64_t *keys
+    const uint64_t *hashes
+    int64_t n
+    int64_t *rows
+    float *out
+    int64_t stride
+    uint8_t *missing
+    int64_t absent           # added to atomically
+    int stream
+    const ec_rows_buffer *buffer
+    int64_t shares
+    # insert
+    int64_t *positions
+    uint32_t *settled
+    uint8_t *born
+    ec_settlement *settlements
+
+cdef extern from *:
+    """
+    static inline void ec_add_relaxed(int64_t *to, int64_t amount) { __atomic_fetch_add(to, amount, __ATOMIC_RELAXED); }
+    """
+    void ec_add_relaxed(int64_t *to, int64_t amount) noexcept nogil
+
+
+cdef inline int64_t _spans(int64_t n) noexcept nogil:
+    return (n + SPAN - 1) // SPAN
+
+
+cdef inline int64_t _span_size(int64_t n, int64_t task) noexcept nogil:
+    return min(<int64_t>SPAN, n - task * SPAN)
+
+
+cdef inline int _threads_for(int64_t n, int num_threads) noexcept nogil:
+    return num_threads if n >= PARALLEL_FROM else 1
+
+
+cdef void _find_task(void *context, int64_t task) noexcept nogil:
+    cdef Batch *b = <Batch *>context
+    cdef int64_t begin = task * SPAN
+    ec_find_span(b.t, b.keys + begin, NULL if b.hashes == NULL else b.hashes + begin, _span_size(b.n, task), b.rows + begin)
+
+
+cdef void table_find(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows,
+                     int num_threads) noexcept nogil:
+    cdef Batch b
+    if _threads_for(n, num_threads) == 1:
+        ec_find_span(t, keys, hashes, n, rows)
+        return
+    b.t = t
+    b.keys = keys
+    b.hashes = hashes
+    b.n = n
+    b.rows = rows
+    parallel_for(_find_task, &b, _spans(n), num_threads)
+
+
+cdef void _settle_task(void *context, int64_t task) noexcept nogil:
+    cdef Batch *b = <Batch *>context
+    cdef ec_partition *p = (<ec_table_fields *>b.t).partitions + task
+    ec_settle(b.t, p, b.keys, b.hashes, b.positions, b.settled, b.born, b.settlements + task)
+
+
+cdef void _finish_task(void *context, int64_t task) noexcept nogil:
+    cdef Batch *b = <Batch *>context
+    cdef int64_t begin = task * SPAN
+    ec_settle_finish(b.t, b.keys, b.hashes, b.positions, b.settled, b.born, begin, begin + _span_size(b.absent, task), b.rows)
+
+
+cdef int _insert_absent(Batch *b, int num_threads) noexcept nogil:
+    """Settle the b.absent elements whose rows[] is -1, in partition order and there in batch order."""
+    cdef ec_table_fields *t = <ec_table_fields *>b.t
+    cdef int64_t partitions = t.partition_count
+    cdef int64_t i, at, total = 0, born = 0
+    cdef int status = EC_OK
+    cdef ec_settlement *s
+    for i in range(b.n):
+        if b.rows[i] < 0:
+            b.settlements[t.partition_of[ec_vshard(ec_hash_at(b.keys, b.hashes, i))]].to += 1
+    for i in range(partitions):
+        s = b.settlements + i
+        s.from_ = total
+        total += s.to
+        s.to = s.from_
+    for i in range(b.n):
+        if b.rows[i] < 0:
+            s = b.settlements + t.partition_of[ec_vshard(ec_hash_at(b.keys, b.hashes, i))]
+            b.positions[s.to] = i
+            s.to += 1
+
+    parallel_for(_settle_task, b, partitions, _threads_for(b.absent, num_threads))
+    for i in range(partitions):
+        born += b.settlements[i].born
+        if status == EC_OK:
+            status = b.settlements[i].status
+    if status == EC_OK:
+        status = ec_table_back_locals(b.t)
+    if status != EC_OK:
+        for at in range(partitions):
+            i = partitions - 1 - at
+            ec_settle_undo(b.t, t.partitions + i, b.keys, b.hashes, b.positions, b.settled, b.born, b.settlements + i)
+        return status
+    parallel_for(_finish_task, b, _spans(b.absent), _threads_for(b.absent, num_threads))
+    t.live += born
+    t.version += 1
+    return EC_OK
+
+
+cdef int table_insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born,
+                      int num_threads) noexcept nogil:
+    cdef ec_table_fields *t = <ec_table_fields *>handle
+    cdef Batch b
+    cdef int64_t i
+    cdef int status = ec_table_split_large(handle)
+    if status != EC_OK:
+        return status
+    memset(born, 0, <size_t>n)
+    table_find(handle, keys, hashes, n, rows, num_threads)
+    b.absent = 0
+    for i in range(n):
+        b.absent += rows[i] < 0
+    if b.absent == 0:
+        return EC_OK
+    b.t = handle
+    b.keys = keys
+    b.hashes = hashes
+    b.n = n
+    b.rows = rows
+    b.born = born
+    b.positions = <int64_t *>malloc(<size_t>b.absent * sizeof(int64_t))
+    b.settled = <uint32_t *>malloc(<size_t>b.absent * sizeof(uint32_t))
+    b.settlements = <ec_settlement *>calloc(<size_t>t.partition_count, sizeof(ec_settlement))
+    if b.positions == NULL or b.settled == NULL or b.settlements == NULL:
+        status = EC_NOMEM
+    else:
+        status = _insert_absent(&b, num_threads)
+    free(b.positions)
+    free(b.settled)
+    free(b.settlements)
+    return status
+
+
+cdef void _lookup_task(void *context, int64_t task) noexcept nogil:
+    cdef Batch *b = <Batch *>context
+    cdef int64_t begin = task * SPAN
+    cdef int64_t absent = ec_lookup_span(b.t, b.keys + begin, _span_size(b.n, task), b.out + begin * b.t.dim,
+                                         NULL if b.missing == NULL else b.missing + begin, b.stream)
+    if absent:
+        ec_add_relaxed(&b.absent, absent)
+
+
+cdef int64_t table_lookup(ec_table *t, const int64_t *keys, int64_t n, float *out, uint8_t *missing, int num_threads) noexcept nogil:
+    """Weights of keys into out (n, dim). Absent keys: initial values where `missing` is NULL, else missing[i] = 1. Returns their number."""
+    cdef Batch b
+    b.t = t
+    b.keys = keys
+    b.n = n
+    b.out = out
+    b.missing = missing
+    b.absent = 0
+    b.stream = ec_streams(out, t.dim, t.dim, n)
+    parallel_for(_lookup_task, &b, _spans(n), _threads_for(n, num_threads))
+    return b.absent
+
+
+cdef void _read_task(void *context, int64_t task) noexcept nogil:
+    cdef Batch *b = <Batch *>context
+    cdef int64_t begin = task * SPAN
+    ec_read_span(b.t, b.rows, begin, begin + _span_size(b.n, task), b.buffer, b.stream)
+
+
+cdef void table_read(ec_table *t, const int64_t *rows, int64_t n, const ec_rows_buffer *buffer, int num_threads) noexcept nogil:
+    cdef Batch b
+    b.t = t
+    b.rows = <int64_t *>rows
+    b.n = n
+    b.buffer = buffer
+    b.stream = ec_streams(buffer.weights, buffer.stride, t.dim, n)
+    parallel_for(_read_task, &b, _spans(n), _threads_for(n, num_threads))
+
+
+cdef void _write_task(void *context, int64_t task) noexcept nogil:
+    cdef Batch *b = <Batch *>context
+    ec_write_share(b.t, b.rows, b.n, b.buffer, task, b.shares)
+
+
+cdef void table_write(ec_table *t, const int64_t *rows, int64_t n, const ec_rows_buffer *buffer, int num_threads) noexcept nogil:
+    cdef Batch b
+    b.t = t
+    b.rows = <int64_t *>rows
+    b.n = n
+    b.buffer = buffer
+    b.shares = _threads_for(n, num_threads)
+    parallel_for(_write_task, &b, b.shares, <int>b.shares)
+    if n > 0:
+        t.version += 1
+
+
+cdef void _init_task(void *context, int64_t task) noexcept nogil:
+    cdef Batch *b = <Batch *>context
+    cdef int64_t i, begin = task * SPAN
+    for i in range(begin, begin + _span_size(b.n, task)):
+        ec_init_row(&(<ec_table_fields *>b.t).init, ec_hash_at(b.keys, b.hashes, i), b.out + i * b.stride, b.t.dim)
+
+
+cdef void table_init_rows(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, float *out, int64_t stride,
+                          int num_threads) noexcept nogil:
+    cdef Batch b
+    b.t = t
+    b.keys = keys
+    b.hashes = hashes
+    b.n = n
+    b.out = out
+    b.stride = stride
+    parallel_for(_init_task, &b, _spans(n), _threads_for(n, num_threads))
+
+
+cdef int64_t table_scan(ec_table *t, int64_t *cursor, int64_t *rows, int64_t most) noexcept nogil:
+    cdef int64_t count = 0, row = cursor[0]
+    while row < t.row_limit and count < most:
+        if table_flags(t, row)[0] & EC_LIVE:
+            rows[count] = row
+            count += 1
+        row += 1
+    cursor[0] = row
+    return count
+
+
+cdef int64_t _erase(ec_table *t, const int64_t *keys, int64_t n) noexcept nogil:
+    """Remove keys in batch order; returns how many were there."""
+    cdef int64_t i, j, m, row, count = 0
+    cdef int64_t found[256]
+    for i in range(0, n, 256):
+        m = min(<int64_t>256, n - i)
+        ec_find_span(t, keys + i, NULL, m, found)  # brings the buckets into the cache, many at once
+        for j in range(m):
+            if found[j] >= 0:
+                row = table_detach(t, keys[i + j], ec_hash(keys[i + j]))
+                if row >= 0:
+                    table_free(t, ec_hash(keys[i + j]), row)
+                    count += 1
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------------------- doors
+
+
+cdef inline const int64_t *_longs(const int64_t[::1] values) noexcept:
+    return &values[0] if values.shape[0] else NULL
+
+
+cdef inline float *_floats(float[:, ::1] values) noexcept:
+    return &values[0, 0] if values.shape[0] and values.shape[1] else NULL
+
+
+cdef int _integer(object owner, str name, object value, int64_t low, int64_t high, int64_t *out) except -1:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value.__index__() <= high:
+        raise ConfigError(f"{owner}: {name} = {value!r}; give an integer from {low} to {high}")
+    out[0] = value.__index__()
+    return 0
+
+
+@final
+cdef class Table:
+    """Keys -> rows of weights and state in host memory.
+
+    Parameters
+    ----------
+    name : str
+        With `seed`, what the initial values are made of.
+    dim : int
+        Weights of a row (float32).
+    state_dim : int
+        Optimizer state of a row (float32).
+    initializer : tuple of (str, float, float)
+        ("zeros" | "constant" | "uniform" | "normal" | "truncated_normal" | "linear_ramp", a, b): (value, -), (low, high),
+        (mean, std), (mean, std), (start, stop).
+    seed : int
+        Any int64.
+    initial_state : float32 array of (state_dim,), optional
+        State of a new row; default zeros.
+    with_filter : bool
+        Keep a frequency and a timestamp beside each row.
+    num_threads : int, optional
+        Threads of a large call; default: the CPUs available, at most 16.
+    split_above : int
+        Live rows above which a partition splits. For tests.
+    index_seed : int, optional
+        Seed of the bucket choice; default: random, so that crafted keys cannot chain. No result depends on it.
+
+    Notes
+    -----
+    Arrays are C-contiguous; keys, row indexes and places int64, rows float32. Arguments are checked before anything changes:
+    `ShapeError` or `ConfigError`; `HostMemoryError` leaves the table as it was; `ClosedError` after `close`;
+    `ForkError` in a forked child.
+
+    Thread safety: any thread may call at any time; reading calls run together, a changing call alone.
+    """
+
+    def __cinit__(self):
+        self.t = NULL
+        self.pid = getpid()
+
+    def __init__(self, str name not None, dim, *, state_dim=0, initializer=("uniform", -0.05, 0.05), seed=0, initial_state=None,
+                 bint with_filter=False, num_threads=None, split_above=EC_SPLIT_ABOVE, index_seed=None):
+        if self.t != NULL:
+            raise ConfigError(f"table {self.name!r}: already constructed; make a new Table")
+        owner = f"table {name!r}"
+        cdef int64_t weights, state, split, table_seed
+        cdef const float[::1] state_values
+        cdef const float *state_from = NULL
+        _integer(owner, "dim", dim, 1, MOST_DIM, &weights)
+        _integer(owner, "state_dim", state_dim, 0, 8 * MOST_DIM, &state)
+        _integer(owner, "split_above", split_above, 1, EC_SPLIT_ABOVE << 16, &split)
+        _integer(owner, "seed", seed, INT64_MIN, INT64_MAX, &table_seed)
+        kind, a, b = initializer
+        if kind not in INIT_KINDS:
+            raise ConfigError(f"{owner}: initializer {kind!r}; give one of {sorted(INIT_KINDS)}")
+        cdef float first = a, second = b
+        if not isfinite(first) or not isfinite(second) or (kind in ("uniform", "linear_ramp") and not isfinite(second - first)):
+            raise ConfigError(f"{owner}: initializer {initializer!r} leaves the range of float32; give smaller numbers")
+        if initial_state is not None:
+            state_values = np.ascontiguousarray(initial_state, dtype=np.float32)
+            if state_values.shape[0] != state:
+                raise ConfigError(f"{owner}: initial_state has {state_values.shape[0]} elements; give state_dim = {state}")
+            if state:
+                state_from = &state_values[0]
+        self.num_threads = resolve_threads(num_threads)
+        cdef uint64_t bucket_seed = secrets.randbits(64) if index_seed is None else index_seed & 0xFFFFFFFFFFFFFFFF
+        encoded = name.encode("utf-8", "surrogatepass")
+        cdef const char *characters = encoded
+        self.t = _create(weights, state, with_filter, split, bucket_seed, state_from)
+        if self.t == NULL:
+            raise HostMemoryError(f"{owner}: no host memory for an empty table")
+        cdef ec_init *init = &(<ec_table_fields *>self.t).init
+        init.base = ec_splitmix(ec_xxh3(characters, len(encoded), <uint64_t>table_seed))
+        init.kind = INIT_KINDS[kind]
+        init.a = 0.0 if kind == "zeros" else first
+        init.b = second
+        self.name = name
+        self.seed = table_seed
+
+    def __dealloc__(self):
+        # In a forked child the mappings do not exist (MADV_DONTFORK); something else may lie at their addresses.
+        if self.t != NULL and self.pid == getpid():
+            if not self.t.closed:
+                _destroy(self.t)
+            pthread_rwlock_destroy(&(<ec_table_fields *>self.t).lock)
+            free(self.t)
+
+    # ------------------------------------------------------------------------------------------------ locks and errors
+
+    cdef int check_process(self) except -1:
+        if self.t == NULL:
+            raise ClosedError("table: its construction failed; make a new one")
+        if self.pid != getpid():
+            raise ForkError(f"table {self.name!r}: made in process {self.pid}, used in its forked child {getpid()}; "
+                            "open or build a table in the child instead")
+        return 0
+
+    cdef int enter(self, bint write) except -1:
+        cdef int status
+        self.check_process()
+        with nogil:
+            status = table_lock(self.t, write)
+        if status != EC_OK:
+            raise ClosedError(f"table {self.name!r} was closed")
+        return 0
+
+    cdef void leave(self) noexcept:
+        table_unlock(self.t)
+
+    cdef object failure(self, int status, int64_t keys):
+        if status == EC_NOMEM:
+            return HostMemoryError(
+                f"table {self.name!r}: no host memory to insert {keys} keys into {self.t.live} rows of {self.t.dim + self.t.state_dim} "
+                f"floats ({self.mapped_bytes()} bytes held, about {ec_memory_room()} may still be had); the table is unchanged: "
+                "insert fewer keys, erase some, or raise the limit (RLIMIT_AS, the cgroup's memory.max)")
+        if status == EC_LIMIT:
+            return HostMemoryError(f"table {self.name!r}: more rows than a table can number ({self.t.live} live); the table is unchanged")
+        return AssertionError(f"table {self.name!r}: unexpected status {status}")
+
+    cdef int check_rows(self, const int64_t[::1] rows, int64_t limit, str what) except -1:
+        cdef int64_t i, worst = -1
+        with nogil:
+            for i in range(rows.shape[0]):
+                worst = max(worst, rows[i])
+        if worst >= limit:
+            raise ShapeError(f"table {self.name!r}: {what} {worst} is beyond the last one, {limit - 1}")
+        return 0
+
+    cdef int check_shape(self, str what, int64_t rows, int64_t columns, int64_t want_rows, int64_t want_columns) except -1:
+        if (want_rows >= 0 and rows != want_rows) or columns != want_columns:
+            height = want_rows if want_rows >= 0 else "any"
+            raise ShapeError(f"table {self.name!r}: {what} has shape ({rows}, {columns}); give ({height}, {want_columns})")
+        return 0
+
+    # -------------------------------------------------------------------------------------------------------- properties
+
+    @property
+    def dim(self):
+        """Weights of a row."""
+        return self.t.dim
+
+    @property
+    def state_dim(self):
+        """State floats of a row."""
+        return self.t.state_dim
+
+    @property
+    def with_filter(self):
+        """Whether frequencies and timestamps are kept."""
+        return bool(self.t.with_filter)
+
+    @property
+    def closed(self):
+        """Whether `close` was called."""
+        return bool(self.t.closed)
+
+    @property
+    def version(self):
+        """A number that changes with every change of content."""
+        return self.t.version
+
+    def __len__(self):
+        self.enter(False)
+        try:
+            return self.t.live
+        finally:
+            self.leave()
+
+    # ------------------------------------------------------------------------------------------------------ keys to rows
+
+    def find(self, const int64_t[::1] keys not None):
+        """Row index of each key, -1 where absent: int64 (n,)."""
+        cdef int64_t n = keys.shape[0]
+        rows = np.empty(n, dtype=np.int64)
+        cdef int64_t[::1] out = rows
+        self.enter(False)
+        try:
+            if n:
+                with nogil:
+                    table_find(self.t, &keys[0], NULL, n, &out[0], self.num_threads)
+        finally:
+            self.leave()
+        return rows
+
+    def insert_born(self, const int64_t[::1] keys not None):
+        """Insert the absent keys: (row index of each key int64 (n,), 1 at the first place of each new key uint8 (n,))."""
+        cdef int64_t n = keys.shape[0]
+        cdef int status = EC_OK
+        rows = np.empty(n, dtype=np.int64)
+        born = np.empty(n, dtype=np.uint8)
+        cdef int64_t[::1] out = rows
+        cdef uint8_t[::1] marks = born
+        self.enter(True)
+        try:
+            if n:
+                with nogil:
+                    status = table_insert(self.t, &keys[0], NULL, n, &out[0], &marks[0], self.num_threads)
+            if status != EC_OK:
+                raise self.failure(status, n)
+        finally:
+            self.leave()
+        return rows, born
+
+    def insert(self, const int64_t[::1] keys not None):
+        """Insert the absent keys; row index of each key: int64 (n,)."""
+        return self.insert_born(keys)[0]
+
+    def erase(self, const int64_t[::1] keys not None):
+        """Remove keys; absent ones are passed over. Returns how many were removed."""
+        cdef int64_t n = keys.shape[0]
+        cdef int64_t count = 0
+        self.enter(True)
+        try:
+            if n:
+                with nogil:
+                    count = _erase(self.t, &keys[0], n)
+        finally:
+            self.leave()
+        return count
+
+    def scan(self, int64_t cursor, int64_t most):
+        """Live rows in row order from `cursor` (0 at first) on: (row indexes int64 (at most `most`,), next cursor)."""
+        if cursor < 0 or most < 1:
+            raise ShapeError(f"table {self.name!r}: scan from {cursor} for {most} rows; give a cursor >= 0 and at least one row")
+        self.enter(False)
+        cdef int64_t[::1] out
+        cdef int64_t count
+        try:
+            most = min(most, max(self.t.live, <int64_t>1))
+            rows = np.empty(most, dtype=np.int64)
+            out = rows
+            with nogil:
+                count = table_scan(self.t, &cursor, &out[0], most)
+        finally:
+            self.leave()
+        return rows[:count], cursor
+
+    # ------------------------------------------------------------------------------------------------------ rows by key
+
+    def lookup(self, const int64_t[::1] keys not None, float[:, ::1] out not None, bint insert=True):
+        """Write the weights of each key into out (n, dim).
+
+        Absent keys are inserted, or with ``insert=False`` read their initial value.
+        """
+        cdef int64_t n = keys.shape[0]
+        cdef int64_t absent
+        cdef uint8_t[::1] missing
+        self.check_process()
+        self.check_shape("out", out.shape[0], out.shape[1], n, self.t.dim)
+        self.enter(False)
+        try:
+            if n == 0:
+                return
+            if insert:
+                missing = np.empty(n, dtype=np.uint8)
+            with nogil:
+                absent = table_lookup(self.t, &keys[0], n, &out[0, 0], &missing[0] if insert else NULL, self.num_threads)
+        finally:
+            self.leave()
+        if absent and insert:
+            self.lookup_missing(keys, np.flatnonzero(missing), out)
+
+    cdef int lookup_missing(self, const int64_t[::1] keys, const int64_t[::1] places, float[:, ::1] out) except -1:
+        cdef int64_t n = places.shape[0]
+        cdef int status
+        cdef int64_t i
+        cdef int64_t[::1] absent = np.empty(n, dtype=np.int64)
+        cdef int64_t[::1] rows = np.empty(n, dtype=np.int64)
+        cdef uint8_t[::1] born = np.empty(n, dtype=np.uint8)
+        cdef ec_rows_buffer buffer
+        self.enter(True)
+        try:
+            with nogil:
+                for i in range(n):
+                    absent[i] = keys[places[i]]
+                status = table_insert(self.t, &absent[0], NULL, n, &rows[0], &born[0], self.num_threads)
+                if status == EC_OK:
+                    memset(&buffer, 0, sizeof(buffer))
+                    buffer.weights = &out[0, 0]
+                    buffer.stride = self.t.dim
+                    buffer.places = &places[0]
+                    table_read(self.t, &rows[0], n, &buffer, self.num_threads)
+            if status != EC_OK:
+                raise self.failure(status, n)
+        finally:
+            self.leave()
+        return 0
+
+    def init_rows(self, const int64_t[::1] keys not None, float[:, ::1] out not None):
+        """Write the initial weights of each key into out (n, dim), whether or not the key is in the table."""
+        cdef int64_t n = keys.shape[0]
+        self.check_process()
+        self.check_shape("out", out.shape[0], out.shape[1], n, self.t.dim)
+        self.enter(False)
+        try:
+            if n:
+                with nogil:
+                    table_init_rows(self.t, &keys[0], NULL, n, &out[0, 0], self.t.dim, self.num_threads)
+        finally:
+            self.leave()
+
+    def lookup_rows(self, const int64_t[::1] keys not None):
+        """Weights (n, dim) and state (n, state_dim) of each key; an absent key reads its initial values and stays absent."""
+        cdef int64_t n = keys.shape[0]
+        cdef int64_t i, state_dim = self.t.state_dim
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef ec_rows_buffer buffer
+        cdef float *state_at
+        cdef int64_t[::1] rows = np.empty(n, dtype=np.int64)
+        weights_array = np.empty((n, self.t.dim), dtype=np.float32)
+        state_array = np.empty((n, state_dim), dtype=np.float32)
+        cdef float[:, ::1] weights = weights_array
+        cdef float[:, ::1] state = state_array
+        self.enter(False)
+        try:
+            if n:
+                state_at = _floats(state)
+                memset(&buffer, 0, sizeof(buffer))
+                buffer.weights = &weights[0, 0]
+                buffer.stride = t.dim
+                buffer.parts = 1 if state_dim else 0
+                buffer.states = &state_at
+                buffer.widths = &state_dim
+                with nogil:
+                    table_find(self.t, &keys[0], NULL, n, &rows[0], self.num_threads)
+                    table_read(self.t, &rows[0], n, &buffer, self.num_threads)
+                    for i in range(n):
+                        if rows[i] >= 0:
+                            continue
+                        ec_init_row(&t.init, ec_hash(keys[i]), &weights[i, 0], t.dim)
+                        if state_dim and t.initial_state != NULL:
+                            memcpy(&state[i, 0], t.initial_state, <size_t>state_dim * sizeof(float))
+                        elif state_dim:
+                            memset(&state[i, 0], 0, <size_t>state_dim * sizeof(float))
+        finally:
+            self.leave()
+        return weights_array, state_array
+
+    def assign(self, const int64_t[::1] keys not None, const float[:, ::1] weights not None, const float[:, ::1] state=None):
+        """Insert or overwrite rows; of a repeated key the last row wins; without `state` the state becomes zero."""
+        cdef int64_t n = keys.shape[0]
+        cdef int64_t state_dim = self.t.state_dim
+        cdef int status = EC_OK
+        cdef ec_rows_buffer buffer
+        cdef float *state_at
+        self.check_process()
+        self.check_shape("weights", weights.shape[0], weights.shape[1], n, self.t.dim)
+        if state is not None:
+            self.check_shape("state", state.shape[0], state.shape[1], n, state_dim)
+        cdef int64_t[::1] rows = np.empty(n, dtype=np.int64)
+        cdef uint8_t[::1] born = np.empty(n, dtype=np.uint8)
+        self.enter(True)
+        try:
+            if n == 0:
+                return
+            memset(&buffer, 0, sizeof(buffer))
+            buffer.weights = <float *>&weights[0, 0]
+            buffer.stride = self.t.dim
+            buffer.parts = -1
+            if state is not None and state_dim:
+                state_at = <float *>&state[0, 0]
+                buffer.parts = 1
+                buffer.states = &state_at
+                buffer.widths = &state_dim
+            with nogil:
+                status = table_insert(self.t, &keys[0], NULL, n, &rows[0], &born[0], self.num_threads)
+                if status == EC_OK:
+                    table_write(self.t, &rows[0], n, &buffer, self.num_threads)
+            if status != EC_OK:
+                raise self.failure(status, n)
+        finally:
+            self.leave()
+
+    # ---------------------------------------------------------------------------------------------- rows by row index
+
+    cdef int move_rows(self, const int64_t[::1] rows, const float[:, ::1] weights, const int64_t[::1] places, object states,
+                   bint write) except -1:
+        """Both directions of read_into and write_from; `weights` and `states` are written to when reading."""
+        cdef int64_t n = rows.shape[0]
+        cdef int64_t height = weights.shape[0]
+        cdef int64_t widths[MOST_STATE_PARTS]
+        cdef float *pointers[MOST_STATE_PARTS]
+        cdef int64_t total = 0, part = 0
+        cdef const float[:, ::1] array
+        cdef ec_rows_buffer buffer
+        self.check_process()
+        self.check_shape("weights", height, weights.shape[1], -1, self.t.dim)
+        if len(states) > MOST_STATE_PARTS:
+            raise ShapeError(f"table {self.name!r}: {len(states)} state arrays; give at most {MOST_STATE_PARTS}")
+        for item in states:
+            if not write and not item.flags.writeable:
+                raise ShapeError(f"table {self.name!r}: state array {part} is read-only")
+            array = item.reshape(-1, 1) if item.ndim == 1 else item
+            if array.shape[0] != height:
+                raise ShapeError(f"table {self.name!r}: state array {part} has {array.shape[0]} rows; give {height}, as weights has")
+            widths[part] = array.shape[1]
+            pointers[part] = <float *>&array[0, 0] if array.shape[0] and array.shape[1] else NULL
+            total += array.shape[1]
+            part += 1
+        if part and total != self.t.state_dim:
+            raise ShapeError(f"table {self.name!r}: the state arrays have {total} columns together; give state_dim = {self.t.state_dim}")
+        if places is None:
+            if n > height:
+                raise ShapeError(f"table {self.name!r}: {n} rows for {height} rows of weights")
+        else:
+            if places.shape[0] != n:
+                raise ShapeError(f"table {self.name!r}: {places.shape[0]} places for {n} rows")
+            self.check_rows(places, height, "place")
+            if n and int(np.min(places)) < 0:
+                raise ShapeError(f"table {self.name!r}: place {int(np.min(places))} is negative")
+        if n == 0:
+            return 0
+        memset(&buffer, 0, sizeof(buffer))
+        buffer.weights = <float *>&weights[0, 0] if height else NULL
+        buffer.stride = self.t.dim
+        buffer.states = pointers
+        buffer.widths = widths
+        buffer.parts = part
+        buffer.places = NULL if places is None else &places[0]
+        self.enter(write)
+        try:
+            self.check_rows(rows, self.t.row_limit, "row index")
+            with nogil:
+                if write:
+                    table_write(self.t, &rows[0], n, &buffer, self.num_threads)
+                else:
+                    table_read(self.t, &rows[0], n, &buffer, self.num_threads)
+        finally:
+            self.leave()
+        return 0
+
+    def read_into(self, const int64_t[::1] rows not None, float[:, ::1] weights not None, const int64_t[::1] places=None, states=()):
+        """Copy table rows into a buffer.
+
+        Parameters
+        ----------
+        rows : int64 (n,)
+            Row indexes; negative ones are passed over.
+        weights : float32 (R, dim)
+            Written: buffer row places[i] receives the weights of rows[i].
+        places : int64 (n,), optional
+            Distinct buffer rows; default 0, 1, ...
+        states : sequence of float32 (R, width) or (R,)
+            Written: the row's state, cut into these widths, which add up to `state_dim`. Empty: weights only.
+        """
+        self.move_rows(rows, weights, places, states, False)
+
+    def write_from(self, const int64_t[::1] rows not None, const float[:, ::1] weights not None, const int64_t[::1] places=None, states=()):
+        """Copy buffer rows into table rows: the inverse of `read_into`. Of several elements with one row the last wins."""
+        self.move_rows(rows, weights, places, states, True)
+
+    def columns(self, const int64_t[::1] rows not None):
+        """(keys, frequencies, timestamps) of row indexes, int64 (n,) each.
+
+        Frequencies are 0 and timestamps the smallest int64 where the table keeps none.
+        """
+        cdef int64_t i, n = rows.shape[0]
+        result = (np.empty(n, dtype=np.int64), np.zeros(n, dtype=np.int64), np.full(n, INT64_MIN, dtype=np.int64))
+        cdef int64_t[::1] keys = result[0]
+        cdef int64_t[::1] frequencies = result[1]
+        cdef int64_t[::1] timestamps = result[2]
+        self.enter(False)
+        try:
+            self.check_rows(rows, self.t.row_limit, "row index")
+            if n and int(np.min(rows)) < 0:
+                raise ShapeError(f"table {self.name!r}: row index {int(np.min(rows))} is negative")
+            with nogil:
+                for i in range(n):
+                    keys[i] = table_key(self.t, rows[i])[0]
+                    if self.t.with_filter:
+                        frequencies[i] = table_freq(self.t, rows[i])[0]
+                        timestamps[i] = table_ts(self.t, rows[i])[0]
+        finally:
+            self.leave()
+        return result
+
+    # --------------------------------------------------------------------------------------------------------- the whole
+
+    cdef int64_t mapped_bytes(self) noexcept:
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef int64_t i, total
+        total = <int64_t>(t.rows.bytes + t.states.bytes + t.keys.bytes + t.flags.bytes + t.frequencies.bytes + t.timestamps.bytes)
+        for i in range(t.partition_count):
+            total += <int64_t>t.partitions[i].index.bytes
+        return total
+
+    def stats(self):
+        """Counts and bytes, by part.
+
+        Returns
+        -------
+        dict
+            rows, limbo_rows, free_rows, partitions, segments; row_bytes (weights and state of live rows), padding_bytes (what
+            alignment adds to them), column_bytes (keys, flags, frequencies and timestamps of live rows), index_bytes,
+            slack_bytes (mapped, not holding a live row), other_bytes (extent lists and the like), total_bytes;
+            overhead_bytes_per_row (index, columns, slack and other, over the live rows; 0.0 when empty).
+        """
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef int64_t i
+        self.enter(False)
+        try:
+            index_bytes = 0
+            free_rows = 0
+            other = <int64_t>sizeof(ec_table_fields) + t.partition_slots * <int64_t>sizeof(ec_partition) + t.extent_slots * 8
+            for i in range(t.partition_count):
+                index_bytes += t.partitions[i].index.bytes
+                free_rows += t.partitions[i].free_count
+                other += t.partitions[i].extent_slots * 4
+            arenas = 0
+            segments = 0
+            stride = t.rows.stride + (t.states.stride if 0 < t.state_dim <= 2 else 0)
+            column = t.keys.stride + t.flags.stride + (16 if t.with_filter else 0)
+            for item in ((t.rows.bytes, t.rows.segment_count), (t.states.bytes, t.states.segment_count),
+                         (t.keys.bytes, t.keys.segment_count), (t.flags.bytes, t.flags.segment_count),
+                         (t.frequencies.bytes, t.frequencies.segment_count), (t.timestamps.bytes, t.timestamps.segment_count)):
+                arenas += item[0]
+                segments += item[1]
+            payload = (t.dim + t.state_dim) * 4
+            slack = arenas - t.live * (stride + column)
+            return {
+                "rows": t.live,
+                "limbo_rows": t.limbo,
+                "free_rows": free_rows,
+                "partitions": t.partition_count,
+                "segments": segments,
+                "row_bytes": t.live * payload,
+                "padding_bytes": t.live * (stride - payload),
+                "column_bytes": t.live * column,
+                "index_bytes": index_bytes,
+                "slack_bytes": slack,
+                "other_bytes": other,
+                "total_bytes": arenas + index_bytes + other,
+                "overhead_bytes_per_row": (t.live * column + index_bytes + slack + other) / t.live if t.live else 0.0,
+            }
+        finally:
+            self.leave()
+
+    def check(self):
+        """Verify every invariant; `AssertionError` says which one does not hold.
+
+        Returns
+        -------
+        dict
+            rows, partitions, longest_probe (buckets).
+        """
+        cdef const char *broken
+        cdef int64_t longest
+        self.enter(False)
+        try:
+            with nogil:
+                broken = ec_table_check(self.t, &longest)
+            if broken != NULL:
+                raise AssertionError(f"table {self.name!r}: {broken.decode()}")
+            return {"rows": self.t.live, "partitions": self.t.partition_count, "longest_probe": longest}
+        finally:
+            self.leave()
+
+    def close(self):
+        """Free all memory, once running calls have returned. Later calls raise `ClosedError`; closing again does nothing."""
+        cdef int status
+        self.check_process()
+        with nogil:
+            status = table_lock(self.t, True)
+            if status == EC_OK:
+                _destroy(self.t)
+                self.t.closed = 1
+                table_unlock(self.t)

@@ -39,7 +39,7 @@ lint: $(READY)  ## ruff, mypy, cython-lint
 	$(PYTHON) -m ruff check --output-format=concise .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m cython_lint embcache/_core
+	PATH="$(abspath $(dir $(PYTHON))):$$PATH" cython-lint embcache/_core
 
 sanitize: $(READY)  ## the torch-free tests on a checked core with ASan and UBSan
 	PYTHON=$(PYTHON) tools/sanitize.sh

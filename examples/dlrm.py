@@ -21,6 +21,8 @@ class Dlrm(nn.Module):
         Elements of an embedding; the bottom MLP ends in as many.
     """
 
+    pairs: torch.Tensor
+
     def __init__(self, dense_count: int, feature_count: int, dim: int) -> None:
         super().__init__()
         self.dim = dim

@@ -14,6 +14,7 @@ from tqdm import tqdm
 import embcache as ec
 from clicks import Clicks
 from dlrm import Dlrm
+from embcache.view import TableView
 from scores import auc, log_loss
 from stock import StockEmbeddings
 
@@ -89,12 +90,11 @@ def run_embcache(name: str, tables: list[ec.TableConfig], train: Clicks, test: C
         stats = ebc.manager.stats()
         return stats["hits"] / max(stats["hits"] + stats["misses"], 1)
 
-    seconds = _train(name, model, embed, [setting.dense(model)], train, setting, hit_rate)
+    seconds = _train(name, model, embed, [setting.dense(model), ebc.optimizer], train, setting, hit_rate)
     stats = ebc.manager.stats()
     share = hit_rate()
     ebc.eval()
     logits = _predict(model, embed, test)
-    row_bytes = 4 * setting.dim * (1 + len(setting.sparse_spec().state_widths(setting.dim)))
     run = Run(
         name=name,
         seconds=seconds,
@@ -106,7 +106,7 @@ def run_embcache(name: str, tables: list[ec.TableConfig], train: Clicks, test: C
         hit_rate=share,
         swap_in_rows=stats["swap_in_rows"],
         swap_out_rows=stats["swap_out_rows"],
-        swap_bytes=(stats["swap_in_rows"] + stats["swap_out_rows"]) * row_bytes,
+        swap_bytes=stats["swap_in_bytes"] + stats["swap_out_bytes"],
         rows={table: _sorted_rows(view) for table, view in ebc.tables().items()},
         dense={key: value.clone() for key, value in model.state_dict().items()},
     )
@@ -184,7 +184,7 @@ def _predict(model: Dlrm, embed: Callable[[Clicks], torch.Tensor], test: Clicks)
     return torch.cat(parts).numpy()
 
 
-def _sorted_rows(view: ec.EmbTable) -> Rows:
+def _sorted_rows(view: TableView) -> Rows:
     """All rows of a table in the order of their keys: row indexes may differ between runs, rows may not."""
     parts = [(keys.copy(), weights.copy(), state.copy()) for keys, weights, state, _, _ in view.items()]
     keys, weights, state = (np.concatenate(column) for column in zip(*parts, strict=True))

@@ -39,4 +39,4 @@ class StockEmbeddings(nn.Module):
 
     def row_bytes(self, states: int) -> int:
         """Bytes of all rows with `states` optimizer states of a weight's size each."""
-        return sum(bag.weight.nbytes * (1 + states) for bag in self.bags)
+        return sum(weights.nbytes for weights in self.parameters()) * (1 + states)

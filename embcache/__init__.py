@@ -1,1 +1,120 @@
-"""embcache: embedding tables larger than accelerator memory."""
+"""embcache: embedding tables larger than accelerator memory.
+
+Importing this package does not import torch, and neither does `EmbTable`: the names below that need it are loaded when
+they are first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .config import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdmitAndEvictConfig,
+    Constant,
+    LinearRamp,
+    Normal,
+    RowWiseAdagrad,
+    TableConfig,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+)
+from .errors import (
+    ClosedError,
+    ConfigError,
+    CorruptionError,
+    DiskFullError,
+    EmbCacheError,
+    ForkError,
+    FormatVersionError,
+    HbmCapacityError,
+    HostMemoryError,
+    LockedError,
+    PinnedKeyError,
+    PlanError,
+    ShapeError,
+)
+
+if TYPE_CHECKING:
+    from ._core.swap import simulate
+    from .features import JaggedFeatures, JaggedTensor, KeyedTensor
+    from .manager import EmbCacheManager, SwapInfo
+    from .modules import EmbeddingBagCollection, EmbeddingCollection
+    from .optim import EmbOptimizer
+    from .table import EmbTable, hash_strings
+    from .view import TableView
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "EmbCacheManager": "manager",
+    "EmbOptimizer": "optim",
+    "EmbTable": "table",
+    "EmbeddingBagCollection": "modules",
+    "EmbeddingCollection": "modules",
+    "JaggedFeatures": "features",
+    "JaggedTensor": "features",
+    "KeyedTensor": "features",
+    "SwapInfo": "manager",
+    "TableView": "view",
+    "hash_strings": "table",
+    "simulate": "_core.swap",
+}
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdmitAndEvictConfig",
+    "ClosedError",
+    "ConfigError",
+    "Constant",
+    "CorruptionError",
+    "DiskFullError",
+    "EmbCacheError",
+    "EmbCacheManager",
+    "EmbOptimizer",
+    "EmbTable",
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
+    "ForkError",
+    "FormatVersionError",
+    "HbmCapacityError",
+    "HostMemoryError",
+    "JaggedFeatures",
+    "JaggedTensor",
+    "KeyedTensor",
+    "LinearRamp",
+    "LockedError",
+    "Normal",
+    "PinnedKeyError",
+    "PlanError",
+    "RowWiseAdagrad",
+    "ShapeError",
+    "SwapInfo",
+    "TableConfig",
+    "TableView",
+    "TruncatedNormal",
+    "Uniform",
+    "Zeros",
+    "hash_strings",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name of the torch half, or of the compiled core, on first use."""
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'embcache' has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -74,6 +74,8 @@ class TableLayout:
     column_offsets : int64 (columns,)
         First output column of each, in the user's order of tables and features.
     column_is_mean : uint8 (columns,)
+    filtered : list of bool
+        For each dim group whether keys of it may be without a slot (not admitted, or swept in their own batch).
     output_names, output_dims : list
         In the user's order. A feature that several tables share is called ``"feature@table"``, as TorchRec does.
     output_columns : list of int
@@ -96,6 +98,7 @@ class TableLayout:
             self.column_table += [t] * len(_features_of(table))
         self._first_column = np.searchsorted(self.column_table, np.arange(len(self.tables) + 1))
         self.groups = self._make_groups()
+        self.filtered = [any(table.admit_and_evict for table in self.tables[g.first_table : g.last_table]) for g in self.groups]
         self._name_outputs(tables)
         self._sources: dict[tuple[str, ...], tuple[np.ndarray, bool]] = {}
 
@@ -125,6 +128,18 @@ class TableLayout:
         self.column_offsets[self.output_columns] = np.cumsum([0, *self.output_dims[:-1]])
         self.column_is_mean = np.array([self.tables[t].pooling == "mean" for t in self.column_table], dtype=np.uint8)
         self.output_width = sum(self.output_dims)
+
+    def bags(self, group: int, flat: FlatBatch) -> dict[str, Any]:
+        """Arguments of ``Backend.lookup`` for pooling the group's part of a batch."""
+        spec = self.groups[group]
+        columns = slice(spec.first_column, spec.last_column)
+        bags = slice(spec.first_column * flat.batch_size, spec.last_column * flat.batch_size + 1)
+        return {"bag_offsets": flat.bag_offsets[bags], "feature_mean": self.column_is_mean[columns], "out_cols": self.column_offsets[columns]}
+
+    def positions(self, group: int, flat: FlatBatch) -> dict[str, Any]:
+        """Arguments of ``Backend.lookup`` for the group's part of a batch as a sequence."""
+        spec = self.groups[group]
+        return {"first_position": int(flat.table_offsets[spec.first_table]), "last_position": int(flat.table_offsets[spec.last_table])}
 
     def _source_columns(self, keys: tuple[str, ...]) -> tuple[np.ndarray, bool]:
         """For each column the place of its feature in `keys`, and whether these are all of `keys` in order."""

@@ -1,0 +1,633 @@
+"""EmbCacheManager: the tables of one collection, their planner and filters, and the device buffer, kept consistent.
+
+The manager owns the order of things: rows leave the buffer before others take their slots, host look-ups see every
+earlier write-back, and whoever reads or changes a table sees the one authoritative copy of a row. Everything that
+touches tables, planner or buffer goes through its door (one lock, one check of process and state).
+It knows nothing of autograd; `embcache.modules` stands on it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, Plan, SwapManager
+from ._core.table import Table
+from .budget import row_bytes, split_budget
+from .buffer import HbmBuffer
+from .config import Adagrad, OptimizerSpec, TableConfig
+from .devices import Backend, GroupLookup, backend_for
+from .errors import ClosedError, ConfigError, ForkError, HbmCapacityError, PlanError
+from .features import as_jagged_features
+from .layout import FlatBatch, TableLayout
+from .table import initializer_spec
+from .view import TableView
+
+__all__ = ["EmbCacheManager", "SwapInfo"]
+
+FREE_MEMORY_SHARE = 0.6
+FIRST_SLOTS = 256
+MAX_SLOTS = 2**31 - 2
+COUNTERS = ("hits", "misses", "swap_in_rows", "swap_out_rows", "admitted", "rejected", "evicted", "forgotten", "born")
+GAUGES = ("capacity", "resident", "free", "pinned")
+
+
+class Door:
+    """What every entry into a manager passes: the pid check, the lock, the closed check, and late ends of plans.
+
+    Plans whose graph was garbage-collected end here. A collector may run anywhere, inside a locked region too, so it only
+    appends to a deque; the next entry does the work.
+    """
+
+    __slots__ = ("closed", "late", "lock", "pid", "planner")
+
+    def __init__(self, planner: SwapManager) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.planner = planner
+        self.late: deque[Plan] = deque()
+        self.closed = False
+
+    def check_process(self) -> None:
+        """Raise `ForkError` in a child; before the lock, which a thread of the parent may have held at the fork."""
+        if os.getpid() != self.pid:
+            raise ForkError(f"this manager belongs to process {self.pid}, not to its child {os.getpid()}; make the model in the process that trains it")
+
+    def __enter__(self) -> None:
+        self.check_process()
+        self.lock.acquire()
+        if self.closed:
+            self.lock.release()
+            raise ClosedError("this manager was closed; make a new one")
+        while self.late:
+            plan = self.late.popleft()
+            if plan.state == "swapped_in":
+                self.planner.finish(plan)
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
+
+
+class SwapInfo:
+    """What one batch needs: the slots of its keys, the rows to swap in, the rows to swap out.
+
+    Made by `EmbCacheManager.plan`. Besides the attributes below it has those of the core's plan, read-only int64 arrays
+    in the order of `tables`: ``step``, ``state``, ``table_offsets``, ``unique_keys``, ``unique_offsets``, ``inverse``,
+    ``occurrence_order``, ``segment_offsets``, ``slots``, ``admitted``, ``swap_in_keys``/``_slots``/``_rows``/``_offsets``,
+    ``swap_out_keys``/``_slots``/``_rows``/``_offsets``, ``hits``, ``misses``, ``table_hits``, ``table_misses``.
+
+    Attributes
+    ----------
+    tables : list of str
+        Names in the order of the arrays. (Tables of one dim stand together.)
+    batch_size : int
+    """
+
+    __slots__ = ("_layout", "_lookups", "_owner", "flat", "plan")
+
+    def __init__(self, owner: EmbCacheManager, plan: Plan, flat: FlatBatch) -> None:
+        self._owner = weakref.ref(owner)
+        self._layout = owner.layout
+        self._lookups: dict[bool, list[GroupLookup]] = {}
+        self.plan, self.flat = plan, flat
+
+    @property
+    def tables(self) -> list[str]:
+        return [table.name for table in self._layout.tables]
+
+    @property
+    def batch_size(self) -> int:
+        return self.flat.batch_size
+
+    def lookups(self, backend: Backend, *, pooled: bool) -> list[GroupLookup]:
+        """The batch as each dim group's kernels want it; made once, used by forward and backward."""
+        made = self._lookups.get(pooled)
+        if made is None:
+            made = [self.group_lookup(backend, g, self.plan.slots, pooled=pooled) for g in range(len(self._layout.groups))]
+            self._lookups[pooled] = made
+        return made
+
+    def group_lookup(self, backend: Backend, group: int, slots: np.ndarray, *, pooled: bool) -> GroupLookup:
+        """The look-up of one dim group with `slots` in place of the plan's."""
+        plan, spec = self.plan, self._layout.groups[group]
+        return backend.lookup(
+            slots=slots,
+            inverse=plan.inverse,
+            occurrence_order=plan.occurrence_order,
+            segment_offsets=plan.segment_offsets,
+            admitted=plan.admitted if self._layout.filtered[group] else None,
+            unique_start=int(plan.unique_offsets[spec.first_table]),
+            unique_stop=int(plan.unique_offsets[spec.last_table]),
+            **(self._layout.bags if pooled else self._layout.positions)(group, self.flat),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.plan, name)
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        return (
+            f"SwapInfo(step={plan.step}, state={plan.state!r}, uniques={len(plan.unique_keys)}, hits={plan.hits}, "
+            f"swap_in={len(plan.swap_in_keys)}, swap_out={len(plan.swap_out_keys)})"
+        )
+
+
+class EmbCacheManager:
+    """Tables in host memory, their hot rows in a device buffer, and the planner that moves rows between the two.
+
+    Parameters
+    ----------
+    tables : list of TableConfig
+    optimizer : OptimizerSpec
+        Decides which state a row carries.
+    device : str or torch.device
+    hbm_bytes : int, optional
+        Device bytes for rows, state included. Default: 60 % of the free device memory; on CPU the buffer starts small
+        and grows while no plan is outstanding, up to 60 % of the free memory.
+    policy : str
+        How a victim is chosen: ``"lru"``.
+    num_threads : int, optional
+        Threads of planning and row kernels. Results never depend on it.
+
+    Raises
+    ------
+    ConfigError
+        A table twice, a feature twice in a table, a budget too small (the message says how many bytes are needed), an
+        unknown device or policy.
+
+    Notes
+    -----
+    Calls are serialized by one lock; plans are made in the order of the calls. Saving comes with a later version: until
+    then the rows can be read with ``m.table(name).items()``. Context manager; `close` frees the tables.
+
+    Examples
+    --------
+    >>> import torch, embcache as ec
+    >>> m = ec.EmbCacheManager([ec.TableConfig("item", 8, hbm_rows=100)], optimizer=ec.SGD(lr=0.1))
+    >>> info = m.plan(ec.JaggedFeatures(["item"], torch.tensor([5, 7, 5]), torch.tensor([2, 1])))
+    >>> info.unique_keys.tolist(), info.hits, info.misses
+    ([5, 7], 0, 2)
+    >>> m.swap_out(info); m.swap_in(info); m.finish(info)
+    >>> m.stats()["swap_in_rows"], 5 in m.table("item")
+    (2, True)
+    >>> m.close()
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        *,
+        optimizer: OptimizerSpec = Adagrad(lr=0.01),
+        device: str | torch.device = "cpu",
+        hbm_bytes: int | None = None,
+        policy: str = "lru",
+        num_threads: int | None = None,
+    ) -> None:
+        self.layout = TableLayout(tables)
+        if not isinstance(optimizer, OptimizerSpec):
+            raise ConfigError(f"optimizer = {optimizer!r}; give an embcache optimizer such as Adagrad(lr=0.01)")
+        if hbm_bytes is not None and (isinstance(hbm_bytes, bool) or not isinstance(hbm_bytes, int) or hbm_bytes < 1):
+            raise ConfigError(f"hbm_bytes = {hbm_bytes!r}; give a number of bytes, or None for a share of the free memory")
+        self.spec = optimizer
+        self.backend = backend_for(device, num_threads=num_threads)
+        self._policy, self._num_threads = policy, num_threads
+        self._hbm_bytes, self._headroom = hbm_bytes, 4
+        configs = self.layout.tables
+        capacities = self._first_capacities()
+        growing = hbm_bytes is None and self.backend.direct
+        limits = [(table.num_embeddings or MAX_SLOTS) if growing and table.hbm_rows is None else 0 for table in configs]
+        self._slots, self._slot_limits = np.array(capacities), np.maximum(limits, capacities)
+        self.host_tables = [self._make_table(table) for table in configs]
+        self.planner = self._make_planner(capacities)
+        self.buffer = HbmBuffer(self.layout, optimizer, self.backend, capacities)
+        self.planner.set_bases(self.buffer.bases)
+        self.door = Door(self.planner)
+        self.changes = 0
+        self._past: list[dict[str, int]] = [dict.fromkeys(COUNTERS, 0) for _ in configs]
+        self._unique_sums = np.zeros(len(configs), dtype=np.int64)
+        self._worker: ThreadPoolExecutor | None = None
+        self._queued = 0
+
+    def _make_table(self, config: TableConfig) -> Table:
+        widths = self.spec.state_widths(config.embedding_dim)
+        state = np.repeat(np.array(self.spec.initial_state(), dtype=np.float32), widths)
+        return Table(
+            config.name,
+            config.embedding_dim,
+            state_dim=sum(widths),
+            initializer=initializer_spec(config.initializer),
+            seed=config.seed,
+            initial_state=state,
+            with_filter=config.admit_and_evict is not None,
+            num_threads=self._num_threads,
+        )
+
+    def _make_planner(self, capacities: Sequence[int]) -> SwapManager:
+        filters = [table.admit_and_evict for table in self.layout.tables]
+        return SwapManager(self.host_tables, list(capacities), filters, policy=self._policy, num_threads=self._num_threads)
+
+    # ---------------------------------------------------------------------------------------------- slots of each table
+
+    def _shares(self) -> list[int]:
+        """Claims of the tables on the budget before anything was measured: dim x features."""
+        return [table.embedding_dim * max(1, self.layout.column_table.count(t)) for t, table in enumerate(self.layout.tables)]
+
+    def _first_capacities(self) -> list[int]:
+        configs = self.layout.tables
+        if self._hbm_bytes is not None:
+            return split_budget(configs, self.spec, self._hbm_bytes, self._shares())
+        if self.backend.direct or all(table.hbm_rows is not None for table in configs):
+            return [table.hbm_rows or min(table.num_embeddings or FIRST_SLOTS, FIRST_SLOTS) for table in configs]
+        self._hbm_bytes = int(self.backend.free_memory() * FREE_MEMORY_SHARE)
+        return split_budget(configs, self.spec, self._hbm_bytes, self._shares())
+
+    def _grow(self, wanted: np.ndarray) -> bool:
+        """Raise capacities towards `wanted` as far as limits and free memory allow; returns whether any grew."""
+        old = self._slots
+        target = np.where(wanted > old, np.minimum(np.maximum(wanted, 2 * old), self._slot_limits), old)
+        sizes = np.array([row_bytes(table, self.spec) for table in self.layout.tables])
+        extra = int((target - old) @ sizes)
+        free = self.backend.free_memory()
+        # While it grows the buffer exists twice, and what it holds the host tables hold too.
+        allowed = max(0, min(int((free + self.buffer.bytes) * FREE_MEMORY_SHARE), free) - self.buffer.bytes)
+        if extra > allowed:
+            target = old + [int(more) * allowed // extra for more in target - old]
+            self._slot_limits = target
+        if np.array_equal(target, old):
+            return False
+        self.buffer.resize(target.tolist())
+        for t, capacity in enumerate(target.tolist()):
+            self.planner.grow(t, capacity)
+        self.planner.set_bases(self.buffer.bases)
+        self._slots = target
+        self.changes += 1
+        return True
+
+    def reserve_forwards(self, count: int) -> None:
+        """Let a growing buffer keep room for `count` batches at once (a collection's forwards before its update)."""
+        self._headroom = max(self._headroom, count)
+
+    # --------------------------------------------------------------------------------------------------------- planning
+
+    def plan(self, batch: Any) -> SwapInfo:
+        """Plan a training batch: count, admit, place its keys, choose victims. Moves no rows.
+
+        Parameters
+        ----------
+        batch : JaggedFeatures or torchrec KeyedJaggedTensor
+            Features that no table uses are left out.
+
+        Raises
+        ------
+        ShapeError
+            The batch does not fit (a feature is missing, lengths do not sum up).
+        ConfigError
+            Timestamps are missing for a table that evicts by them.
+        HbmCapacityError
+            The batch needs more slots than there are. Nothing has changed then, filters included (promise I3).
+        """
+        self.door.check_process()
+        if self._queued:
+            return self.plan_async(batch).result()
+        return self._plan(batch)
+
+    def _plan(self, batch: Any) -> SwapInfo:
+        flat = self.layout.flatten(as_jagged_features(batch))
+        with self.door:
+            plan = self._plan_with_room(flat)
+            self._unique_sums += np.diff(plan.unique_offsets)
+            self.changes += 1
+            return SwapInfo(self, plan, flat)
+
+    def _plan_with_room(self, flat: FlatBatch) -> Plan:
+        """Plan; where the buffer may grow, see first that the batch and a few like it fit beside the residents."""
+        growable = self._slots < self._slot_limits
+        if not growable.any():
+            return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
+        alone = not self.planner.outstanding
+        try:
+            plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
+        except HbmCapacityError as error:
+            if not alone:
+                if not error.never_fits or not growable[self.layout.index_of[error.table]]:
+                    raise
+                message = f"{error} (the buffer can grow, but only while no plan is outstanding: run backward on the earlier forwards first)"
+                raise HbmCapacityError(message, table=error.table, need=error.need, have=error.have, never_fits=False) from None
+            edges = flat.table_offsets.tolist()
+            uniques = np.array([len(np.unique(flat.keys[start:stop])) for start, stop in zip(edges[:-1], edges[1:], strict=True)])
+            if not self._grow(self._wanted(uniques, uniques)):
+                raise
+            return self._plan_with_room(flat)
+        uniques = np.diff(plan.unique_offsets)
+        short = (np.diff(plan.swap_out_offsets) > 0) | (uniques * self._headroom > self._slots)
+        if not alone or not (short & growable).any():
+            return plan
+        wanted = self._wanted(uniques, plan.table_misses)
+        self.planner.cancel(plan)
+        self._grow(wanted)
+        return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
+
+    def _wanted(self, uniques: np.ndarray, misses: np.ndarray) -> np.ndarray:
+        """Slots each table needs to keep its residents, take `misses` in, and have room for a few batches like this."""
+        held = np.array([self.planner.capacity(t) - self.planner.free_slots(t) for t in range(len(uniques))])
+        return np.maximum(held + misses, self._headroom * uniques)
+
+    def plan_async(self, batch: Any) -> Future[SwapInfo]:
+        """Plan in a worker thread; returns a Future of the `SwapInfo`. Plans are made in the order of the calls.
+
+        Do not change the tensors of `batch` before the Future is done.
+        """
+        with self.door:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, thread_name_prefix="embcache-plan")
+            self._queued += 1
+            return self._worker.submit(self._plan_queued, batch)
+
+    def _plan_queued(self, batch: Any) -> SwapInfo:
+        try:
+            return self._plan(batch)
+        finally:
+            with self.door.lock:
+                self._queued -= 1
+
+    def _own(self, info: SwapInfo) -> Plan:
+        """The core's plan of `info`, or `PlanError` if another manager made it."""
+        if not isinstance(info, SwapInfo) or info._owner() is not self:
+            raise PlanError(f"{info!r} is not a plan of this manager")
+        return info.plan
+
+    def cancel(self, info: SwapInfo) -> None:
+        """Undo an unused plan, the newest first; counters, filters and places are as before it.
+
+        Raises
+        ------
+        PlanError
+            It is not the newest outstanding plan, or its rows have been swapped out.
+        """
+        plan = self._own(info)
+        with self.door:
+            self.planner.cancel(plan)
+            self._unique_sums -= np.diff(plan.unique_offsets)
+            self.changes += 1
+
+    def swap_out(self, info: SwapInfo) -> None:
+        """Write the plan's victims back to their host rows.
+
+        Raises
+        ------
+        PlanError
+            Not this plan's turn: an earlier plan has not been swapped in yet.
+        """
+        plan = self._own(info)
+        with self.door:
+            self._check_turn(plan, "planned")
+            self._move(self.buffer.swap_out, plan.swap_out_rows, plan.swap_out_slots, plan.swap_out_offsets)
+            self.planner.mark_swapped_out(plan)
+            self.changes += 1
+
+    def swap_in(self, info: SwapInfo) -> None:
+        """Copy the plan's missing rows into their slots.
+
+        Raises
+        ------
+        PlanError
+            `swap_out` of this plan has not happened.
+        """
+        plan = self._own(info)
+        with self.door:
+            self._check_turn(plan, "swapped_out")
+            self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
+            self.planner.mark_swapped_in(plan)
+            self.changes += 1
+
+    def _check_turn(self, plan: Plan, state: str) -> None:
+        """Raise `PlanError`, before any row moves, unless `plan` is in `state` and every earlier plan is swapped in.
+
+        The planner checks this again when it is told that rows have moved; by then it would be too late.
+        """
+        if plan.state != state:
+            step = "swap_out" if state == "planned" else "swap_in"
+            raise PlanError(f"{step} of step {plan.step}: the plan is {plan.state!r}, not {state!r}; the order is plan, swap_out, swap_in, finish")
+        for earlier in self.planner.outstanding:
+            if earlier.step >= plan.step:
+                break
+            if earlier.state != "swapped_in":
+                raise PlanError(f"step {plan.step} waits for step {earlier.step}, which is {earlier.state!r}; batches move their rows in plan order")
+
+    def _move(self, copy: Any, rows: np.ndarray, slots: np.ndarray, offsets: np.ndarray) -> None:
+        """Call `copy` for each table that has rows to move."""
+        if len(rows) == 0:
+            return
+        edges = offsets.tolist()
+        for t, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+            if stop > start:
+                copy(self.host_tables[t], t, rows[start:stop], slots[start:stop])
+
+    def finish(self, info: SwapInfo) -> None:
+        """The batch has trained (or never will): end its pins. Plans may finish in any order."""
+        plan = self._own(info)
+        with self.door:
+            self.planner.finish(plan)
+            self.changes += 1
+
+    def finish_late(self, info: SwapInfo) -> None:
+        """`finish`, but safe from a garbage collector: takes no lock and happens at the next entry."""
+        self.door.late.append(info.plan)
+
+    @property
+    def outstanding(self) -> int:
+        """Number of plans that are neither finished nor cancelled."""
+        with self.door:
+            return len(self.planner.outstanding)
+
+    # ---------------------------------------------------------------------------------------------- tables and upkeep
+
+    def table(self, name: str) -> TableView:
+        """The coherent view of a table: `EmbTable`'s methods, as of the last finished training batch (promise I1)."""
+        if name not in self.layout.index_of:
+            raise ConfigError(f"no table {name!r}; there are {sorted(self.layout.index_of)!r}")
+        return TableView(self, self.layout.index_of[name])
+
+    def read_rows(self, flat: FlatBatch) -> list[torch.Tensor]:
+        """The row of each value of a batch, as of the last finished training batch, changing nothing (promise I6).
+
+        Returns
+        -------
+        list of float32 tensor (values of the group, dim)
+            One a dim group, on the device.
+        """
+        outputs = []
+        edges = flat.table_offsets.tolist()
+        with self.door:
+            for group in self.layout.groups:
+                first = edges[group.first_table]
+                out = torch.empty((edges[group.last_table] - first, group.dim), dtype=torch.float32, device=self.backend.device)
+                for t in range(group.first_table, group.last_table):
+                    if edges[t + 1] > edges[t]:
+                        self._read_table(t, flat.keys[edges[t] : edges[t + 1]], out[edges[t] - first : edges[t + 1] - first])
+                outputs.append(out)
+        return outputs
+
+    def _read_table(self, table: int, keys: np.ndarray, out: torch.Tensor) -> None:
+        """Fill `out` (n, dim) on the device with the rows of `keys` (n,), which may repeat."""
+        backend = self.backend
+        weights = self.buffer.weights[self.buffer.group_of[table]]
+        slots, rows, where = self.planner.peek(keys, table)
+        resident = np.flatnonzero(where == PEEK_SLOT)
+        if len(resident) == len(keys):
+            backend.gather_rows(weights, slots, out)
+            return
+        if len(resident):
+            backend.scatter_rows(out, resident, backend.gather_rows(weights, slots[resident]))
+        elsewhere = np.flatnonzero(where != PEEK_SLOT)
+        keys, rows, where = keys[elsewhere], rows[elsewhere], where[elsewhere]
+        with backend.staging((len(elsewhere), out.shape[1])) as block:
+            host = self.host_tables[table]
+            if (where == PEEK_ABSENT).any():
+                host.init_rows(keys, block.array)
+            if (where == PEEK_ROW).any():
+                host.read_into(rows, block.array)  # absent ones have row -1 and are passed over
+            block.array[where == PEEK_DEFAULT] = self.buffer.constants[table]
+            backend.scatter_rows(out, elsewhere, backend.upload(block))
+
+    def flush(self) -> None:
+        """Write all residents back to their host rows. They stay resident.
+
+        Raises
+        ------
+        PlanError
+            A plan is between its steps, so that some slots do not hold their rows yet.
+        """
+        with self.door:
+            for t in range(len(self.host_tables)):
+                self.flush_table(t)
+
+    def flush_table(self, table: int) -> None:
+        """`flush` of one table, by its place in the layout."""
+        with self.door:
+            if any(plan.state != "swapped_in" for plan in self.planner.outstanding):
+                raise PlanError("a planned batch has not been swapped in; swap it in or cancel it before flush")
+            _, slots, rows, _, _ = self.planner.residents(table)
+            if len(rows):
+                self.buffer.swap_out(self.host_tables[table], table, rows, slots)
+
+    def rebalance(self) -> None:
+        """Split the byte budget anew, by dim x measured unique keys a batch. Fixed tables (``hbm_rows``) stay.
+
+        To be called between steps. Without a byte budget (a growing buffer on CPU) there is nothing to split. Training
+        goes on with the same results; the first batches miss more.
+
+        Raises
+        ------
+        PlanError
+            A plan is outstanding.
+        """
+        with self.door:
+            if self.planner.outstanding:
+                raise PlanError(f"{len(self.planner.outstanding)} plan(s) are outstanding; rebalance between steps, after backward")
+            if self._hbm_bytes is None:
+                return
+            shares = [table.embedding_dim * (1 + int(count)) for table, count in zip(self.layout.tables, self._unique_sums, strict=True)]
+            capacities = split_budget(self.layout.tables, self.spec, self._hbm_bytes, shares)
+            if capacities != self.buffer.capacities:
+                self._rebuild(capacities)
+
+    def _rebuild(self, capacities: list[int]) -> None:
+        """Write everything back and start buffer and planner anew; counters and filters carry over."""
+        old = self.planner
+        for t in range(len(self.host_tables)):
+            self.flush_table(t)
+            old.drop(t, old.residents(t)[0])
+        past = [dict.fromkeys(COUNTERS, 0) for _ in self._past]
+        for total, earlier, stats in zip(past, self._past, old.stats(), strict=True):
+            for name in COUNTERS:
+                total[name] = earlier[name] + stats[name]
+        planner = self._make_planner(capacities)
+        for t, table in enumerate(self.layout.tables):
+            if table.admit_and_evict is not None:
+                state = old.filter_state(t)
+                planner.load_filter_state(t, *(state[name] for name in ("keys", "counts", "last", "newest", "step")))
+        self.buffer.resize(capacities)
+        planner.set_bases(self.buffer.bases)
+        self.planner = self.door.planner = planner
+        self._slots = self._slot_limits = np.array(capacities)
+        self._past = past
+        self.changes += 1
+        old.close()
+
+    def move(self, device: str | torch.device) -> None:
+        """Move the buffer (never the tables) to another device.
+
+        Raises
+        ------
+        PlanError
+            A plan is outstanding.
+        """
+        backend = backend_for(device, num_threads=self._num_threads)
+        with self.door:
+            if self.planner.outstanding:
+                raise PlanError(f"{len(self.planner.outstanding)} plan(s) are outstanding; move the module between steps, after backward")
+            self.buffer.move(backend)
+            self.backend = backend
+            self.changes += 1
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and sizes now: totals at the top level, ``"tables"`` with one dict each below.
+
+        ``hits`` and ``misses`` count unique keys of planned batches; ``swap_in_rows``/``swap_out_rows`` and ``_bytes`` what
+        moved; ``admitted``/``rejected`` unique keys with and without a slot; ``evicted`` rows lost in a sweep; ``born`` new
+        rows; ``rows`` keys in the host tables; ``host_bytes`` and ``hbm_bytes`` memory held; ``capacity``, ``resident``,
+        ``free`` and ``pinned`` slots; ``step`` the last planned training step.
+        """
+        with self.door:
+            tables: dict[str, dict[str, int]] = {}
+            for t, (config, now) in enumerate(zip(self.layout.tables, self.planner.stats(), strict=True)):
+                size = row_bytes(config, self.spec)
+                entry = {name: now[name] + self._past[t][name] for name in COUNTERS}
+                entry.update({name: now[name] for name in GAUGES})
+                entry["swap_in_bytes"], entry["swap_out_bytes"] = entry["swap_in_rows"] * size, entry["swap_out_rows"] * size
+                entry["hbm_bytes"] = (entry["capacity"] + 1) * size
+                host = self.host_tables[t].stats()
+                entry["rows"], entry["host_bytes"] = host["rows"], host["bytes"]
+                tables[config.name] = entry
+            totals: dict[str, Any] = {name: sum(entry[name] for entry in tables.values()) for name in next(iter(tables.values()))}
+            totals["step"] = self.planner.step
+            totals["tables"] = tables
+            return totals
+
+    def close(self) -> None:
+        """Free tables and buffer; waits for a plan being made. Idempotent. Every later use raises `ClosedError`."""
+        self.door.check_process()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown(wait=True)
+        with self.door.lock:
+            if self.door.closed:
+                return
+            self.door.closed = True
+            self.planner.close()
+            for table in self.host_tables:
+                table.close()
+
+    def __enter__(self) -> EmbCacheManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError("an EmbCacheManager cannot be copied or pickled: its tables are host memory of this process; make a new one")
+
+    def __repr__(self) -> str:
+        names = [table.name for table in self.layout.tables]
+        return f"EmbCacheManager(tables={names!r}, device={str(self.backend.device)!r}, optimizer={self.spec!r})"

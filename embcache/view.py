@@ -1,0 +1,258 @@
+"""TableView: one table of a manager seen whole, wherever its rows are (promise I1).
+
+Reads take a resident row from its slot, any other from host memory, and see the state after the last finished training
+batch: keys born in an unfinished batch are invisible, keys that an unfinished batch evicts are still there. Changes
+drop the resident copy first; a key that an unfinished batch uses refuses with `PinnedKeyError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT
+from .errors import ShapeError
+
+if TYPE_CHECKING:
+    from .manager import EmbCacheManager
+
+__all__ = ["TableView"]
+
+
+class TableView:
+    """A table of a collection with the methods of `EmbTable`, as of the last finished training batch.
+
+    Get it as ``manager.table(name)`` or ``ebc.tables()[name]``. It holds no data and stays valid until the manager closes.
+
+    Attributes
+    ----------
+    name : str
+    dim : int
+    state_dim : int
+        Optimizer state elements of a row.
+
+    Notes
+    -----
+    Every method takes the manager's lock; any thread may call. None touches frequencies or timestamps.
+
+    Examples
+    --------
+    >>> import numpy as np, embcache as ec
+    >>> m = ec.EmbCacheManager([ec.TableConfig("item", 2)], optimizer=ec.SGD())
+    >>> item = m.table("item")
+    >>> item.assign([7], np.array([[1, 2]], dtype=np.float32))
+    >>> item.lookup([7, 8], insert=False).shape, len(item), 8 in item
+    ((2, 2), 1, False)
+    """
+
+    def __init__(self, manager: EmbCacheManager, table: int) -> None:
+        self._manager, self._table = manager, table
+        self._host = manager.host_tables[table]
+        self.name, self.dim, self.state_dim = self._host.name, self._host.dim, self._host.state_dim
+
+    def _keys(self, keys: Any) -> np.ndarray:
+        """`keys` as a contiguous int64 array, or `ShapeError`."""
+        array = np.asarray(keys)
+        if array.size == 0 and not isinstance(keys, np.ndarray):
+            array = array.astype(np.int64)
+        if array.ndim != 1 or array.dtype not in (np.int64, np.int32):
+            raise ShapeError(f"table {self.name!r}: keys have dtype {array.dtype} and shape {array.shape}; give int64 of one dimension")
+        return np.ascontiguousarray(array, dtype=np.int64)
+
+    def _rows(self, what: str, value: Any, count: int, width: int) -> np.ndarray:
+        """`value` as a contiguous float32 (count, width) array, or `ShapeError`."""
+        array = np.asarray(value)
+        if array.shape != (count, width) or array.dtype != np.float32:
+            raise ShapeError(f"table {self.name!r}: {what} has dtype {array.dtype} and shape {array.shape}; give float32 ({count}, {width})")
+        return np.ascontiguousarray(array)
+
+    # ------------------------------------------------------------------------------------------------------------ reads
+
+    def lookup(self, keys: Any, out: np.ndarray | None = None, *, insert: bool = True) -> np.ndarray:
+        """Return the weights of `keys`, float32 (n, dim); unknown keys are inserted, or with ``insert=False`` only read.
+
+        An unknown key reads its initial value, or with ``insert=False`` the not-admitted default where a filter has not
+        admitted it.
+
+        Raises
+        ------
+        PinnedKeyError
+            ``insert=True`` and a key that an unfinished batch has just made.
+        ShapeError
+        """
+        array = self._keys(keys)
+        shape = (len(array), self.dim)
+        if out is None:
+            out = np.empty(shape, dtype=np.float32)
+        elif not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable:
+            raise ShapeError(f"table {self.name!r}: out must be a writeable, contiguous float32 array of shape {shape}")
+        with self._manager.door:
+            if insert:
+                self._insert(array)
+            self._host.init_rows(array, out)
+            self._overlay(*self._manager.planner.peek(array, self._table), out, None)
+        return out
+
+    def find(self, keys: Any) -> np.ndarray:
+        """Row indexes of `keys`, int64 (n,); -1 where absent."""
+        array = self._keys(keys)
+        with self._manager.door:
+            rows: np.ndarray = self._manager.planner.peek(array, self._table)[1]
+            return rows
+
+    def lookup_rows(self, keys: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Weights float32 (n, dim) and state float32 (n, state_dim) of `keys`, without inserting.
+
+        An absent key reads its initial weights (or the not-admitted default) and its initial state.
+        """
+        array = self._keys(keys)
+        with self._manager.door:
+            # A key that an unfinished batch made is found here, where for us it is absent; what it reads is the same.
+            weights, state = self._host.lookup_rows(array)
+            self._overlay(*self._manager.planner.peek(array, self._table), weights, state)
+        return weights, state
+
+    def _overlay(self, slots: np.ndarray, rows: np.ndarray, where: np.ndarray, weights: np.ndarray, state: np.ndarray | None) -> None:
+        """Put what `peek` found over `weights` and `state` (n rows each); what is absent stays as it is."""
+        states = [] if state is None or not self.state_dim else [state]
+        self._host.read_into(np.where(where == PEEK_ROW, rows, -1), weights, None, states)
+        weights[where == PEEK_DEFAULT] = self._manager.buffer.constants[self._table]
+        resident = np.flatnonzero(where == PEEK_SLOT)
+        if len(resident):
+            found, *parts = self._manager.buffer.read(self._table, slots[resident])
+            weights[resident] = found
+            if states:
+                state_rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+                states[0][resident] = state_rows
+
+    def items(self, batch_rows: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Iterate over (keys, weights, state, frequency, timestamp) in batches of at most `batch_rows`, in row order.
+
+        Frequencies and timestamps of residents are the planner's; without a filter they are 0 and the smallest int64.
+
+        Raises
+        ------
+        RuntimeError
+            Something was planned, trained or changed meanwhile.
+        """
+        if isinstance(batch_rows, bool) or not isinstance(batch_rows, int) or batch_rows < 1:
+            raise ShapeError(f"table {self.name!r}: batch_rows = {batch_rows!r}; give an integer of at least 1")
+        manager = self._manager
+        with manager.door:
+            start = manager.changes
+            _, gone = self._unfinished()
+            _, _, resident_rows, frequency, timestamp = manager.planner.residents(self._table)
+        order = np.argsort(resident_rows)
+        resident_rows, frequency, timestamp = resident_rows[order], frequency[order], timestamp[order]
+        cursor, more = 0, True
+        while more:
+            with manager.door:
+                if manager.changes != start:
+                    raise RuntimeError(f"table {self.name!r} changed during iteration; iterate again when nothing trains or changes it")
+                rows, cursor = self._host.scan(cursor, batch_rows)
+                more = len(rows) > 0
+                # After the last live row come those in limbo: their keys are evicted by batches that have not finished.
+                rows = rows if more else gone
+                keys, counts, stamps = self._host.columns(rows)
+                slots, _, where = manager.planner.peek(keys, self._table)
+                if more:
+                    seen = (where == PEEK_SLOT) | (where == PEEK_ROW)
+                    if not seen.all():
+                        rows, keys, counts, stamps, slots, where = (array[seen] for array in (rows, keys, counts, stamps, slots, where))
+                weights = np.empty((len(rows), self.dim), dtype=np.float32)
+                state = np.empty((len(rows), self.state_dim), dtype=np.float32)
+                self._overlay(slots, rows, where, weights, state)
+                if self._host.with_filter and len(resident_rows):
+                    # A resident's counters are beside its slot; those in the host's columns are older.
+                    place = np.minimum(np.searchsorted(resident_rows, rows), len(resident_rows) - 1)
+                    fresh = resident_rows[place] == rows
+                    counts[fresh], stamps[fresh] = frequency[place[fresh]], timestamp[place[fresh]]
+            if len(rows):
+                yield keys, weights, state, counts, stamps
+
+    def __len__(self) -> int:
+        with self._manager.door:
+            born, gone = self._unfinished()
+            return len(self._host) - len(born) + len(gone)
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, bool) or not isinstance(key, (int, np.integer)) or not -(2**63) <= int(key) < 2**63:
+            return False
+        return bool(self.find(np.array([key], dtype=np.int64))[0] >= 0)
+
+    def stats(self) -> dict[str, Any]:
+        """The entry of this table in ``manager.stats()["tables"]``."""
+        stats: dict[str, Any] = self._manager.stats()["tables"][self.name]
+        return stats
+
+    def check(self) -> None:
+        """Verify the invariants of table and planner; raises `AssertionError` naming what is broken."""
+        with self._manager.door:
+            self._host.check()
+            self._manager.planner.check()
+
+    def flush(self) -> None:
+        """Write the residents of this table back to their host rows; see `EmbCacheManager.flush`."""
+        self._manager.flush_table(self._table)
+
+    # ---------------------------------------------------------------------------------------------------------- changes
+
+    def insert(self, keys: Any) -> np.ndarray:
+        """Insert the keys that are absent, with their initial values; return row indexes, int64 (n,).
+
+        Raises
+        ------
+        PinnedKeyError
+            An absent key that an unfinished batch uses.
+        """
+        array = self._keys(keys)
+        with self._manager.door:
+            return self._insert(array)
+
+    def _insert(self, keys: np.ndarray) -> np.ndarray:
+        rows: np.ndarray
+        _, rows, where = self._manager.planner.peek(keys, self._table)
+        absent = np.flatnonzero((where == PEEK_ABSENT) | (where == PEEK_DEFAULT))
+        if len(absent):
+            self._manager.planner.drop(self._table, keys[absent])
+            rows[absent] = self._host.insert(keys[absent])
+            self._manager.changes += 1
+        return rows
+
+    def assign(self, keys: Any, weights: Any, state: Any = None) -> None:
+        """Insert or overwrite rows; the last of equal keys wins; ``state=None`` zeroes the state.
+
+        Raises
+        ------
+        PinnedKeyError
+            A key that an unfinished batch uses; nothing changes then.
+        """
+        array = self._keys(keys)
+        new_weights = self._rows("weights", weights, len(array), self.dim)
+        new_state = None if state is None else self._rows("state", state, len(array), self.state_dim)
+        with self._manager.door:
+            # The resident copy becomes the host row before it is dropped: should the host refuse, nothing is lost.
+            unique = np.unique(array)
+            slots, rows, where = self._manager.planner.peek(unique, self._table)
+            resident = where == PEEK_SLOT
+            if resident.any():
+                self._manager.buffer.swap_out(self._host, self._table, rows[resident], slots[resident])
+            self._manager.planner.drop(self._table, array)
+            self._manager.changes += 1
+            self._host.assign(array, new_weights, new_state)
+
+    def erase(self, keys: Any) -> int:
+        """Remove keys with their rows, state and counters; return how many there were.
+
+        Raises
+        ------
+        PinnedKeyError
+            A key that an unfinished batch uses; nothing changes then.
+        """
+        array = self._keys(keys)
+        with self._manager.door:
+            self._manager.planner.drop(self._table, array)
+            self._manager.changes += 1
+            return int(self._host.erase(array))

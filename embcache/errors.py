@@ -8,6 +8,7 @@ the number seen, the limit, and what to do. An error is raised before any state 
 from __future__ import annotations
 
 __all__ = [
+    "ChangedError",
     "ClosedError",
     "ConfigError",
     "CorruptionError",
@@ -80,6 +81,10 @@ class HbmCapacityError(EmbCacheError):
 
 def _rebuild_capacity_error(message: str, table: str, need: int, have: int, never_fits: bool) -> HbmCapacityError:
     return HbmCapacityError(message, table=table, need=need, have=have, never_fits=never_fits)
+
+
+class ChangedError(EmbCacheError, RuntimeError):
+    """A table changed while an iterator over it was in use."""
 
 
 class HostMemoryError(EmbCacheError, MemoryError):

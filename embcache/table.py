@@ -1,0 +1,408 @@
+"""`EmbTable`: the table as a storage backend, NumPy in and NumPy out, no torch.
+
+Owns the public doors: it turns whatever integer arrays a user has into int64 keys, checks shapes and dtypes, and calls
+the compiled table. It must never hand out memory of the table: every result is the caller's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._core.digest import hash_strings as _hash_strings
+from ._core.table import Table
+from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros
+from .errors import ChangedError, ConfigError, ShapeError
+
+if TYPE_CHECKING:
+    from ._core.table import TableStats
+
+__all__ = ["EmbTable", "hash_strings", "initializer_spec"]
+
+_MAX_STATE_DIM = 4 * MAX_EMBEDDING_DIM
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+
+def initializer_spec(initializer: Initializer) -> tuple[str, float, float]:
+    """Return `(kind, a, b)` of an initializer, as the compiled table takes it.
+
+    Parameters
+    ----------
+    initializer : Initializer
+
+    Returns
+    -------
+    tuple of (str, float, float)
+
+    Raises
+    ------
+    ConfigError
+        If it is not one of embcache's initializers.
+    """
+    if isinstance(initializer, Zeros):
+        return "zeros", 0.0, 0.0
+    if isinstance(initializer, Constant):
+        return "constant", initializer.value, 0.0
+    if isinstance(initializer, Uniform):
+        return "uniform", initializer.low, initializer.high
+    if isinstance(initializer, TruncatedNormal):
+        return "truncated_normal", initializer.mean, initializer.std
+    if isinstance(initializer, Normal):
+        return "normal", initializer.mean, initializer.std
+    if isinstance(initializer, LinearRamp):
+        return "linear_ramp", initializer.start, initializer.stop
+    raise ConfigError(f"initializer = {initializer!r}; give one of Zeros, Constant, Uniform, Normal, TruncatedNormal, LinearRamp")
+
+
+def hash_strings(values: Iterable[str | bytes], salt: int = 0) -> npt.NDArray[np.int64]:
+    """Turn strings into keys: XXH3-64 of the UTF-8 bytes, as int64.
+
+    Parameters
+    ----------
+    values : iterable of str or bytes
+        A list, a NumPy array of strings, a pandas column ... Empty strings are values like any other.
+    salt : int
+        Seed of the hash, any 64-bit integer; use different salts for features that share a table.
+
+    Returns
+    -------
+    ndarray of int64, (n,)
+        For salt 0, ``xxhash.xxh3_64_intdigest(value.encode())`` reinterpreted as a signed number.
+
+    Raises
+    ------
+    ShapeError
+        If `values` is itself a string, has more than one dimension, or holds something else than strings (None, NaN).
+    ConfigError
+        If `salt` is not an integer of 64 bits.
+
+    Examples
+    --------
+    >>> import embcache.table
+    >>> embcache.table.hash_strings(["AA", "UA"]).dtype
+    dtype('int64')
+    """
+    if isinstance(values, (str, bytes)):
+        raise ShapeError(f"hash_strings: values = {values!r} is one string; give a sequence of strings")
+    if isinstance(salt, (bool, np.bool_)) or not hasattr(salt, "__index__") or not _INT64_MIN <= salt.__index__() < 2**64:
+        raise ConfigError(f"hash_strings: salt = {salt!r}; give an integer from {_INT64_MIN} to {2**64 - 1}")
+    if getattr(values, "ndim", 1) != 1:
+        raise ShapeError(f"hash_strings: values has {values.ndim} dimensions; give one")  # type: ignore[attr-defined]
+    items = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    return _hash_strings(items, salt.__index__() % 2**64)
+
+
+def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
+    """Return `keys` as a C-contiguous int64 array of one dimension, copying only where needed.
+
+    Parameters
+    ----------
+    keys : array-like of integers
+        Any integer dtype, any stride, read-only or not; an empty list is an empty batch.
+    owner : str
+        Who asks, for the message.
+
+    Returns
+    -------
+    ndarray of int64, (n,)
+
+    Raises
+    ------
+    ShapeError
+        If the keys are not integers (floats and booleans are refused), not one-dimensional, or leave int64.
+    """
+    try:
+        array = np.asarray(keys)
+    except (ValueError, OverflowError) as error:
+        raise ShapeError(f"{owner}: keys is not an array of integers ({error}); give a one-dimensional integer array") from None
+    if array.ndim != 1:
+        raise ShapeError(f"{owner}: keys has shape {array.shape}; give one dimension")
+    if array.dtype == np.int64:
+        return np.ascontiguousarray(array)
+    if array.size == 0 and not isinstance(keys, np.ndarray):
+        return np.empty(0, dtype=np.int64)
+    if array.dtype == np.uint64:
+        high = array > np.uint64(_INT64_MAX)
+        if high.any():
+            value = int(array[int(high.argmax())])
+            raise ShapeError(f"{owner}: key {value} exceeds {_INT64_MAX}; keys are int64: view the array as int64, or hash it")
+    elif array.dtype == object:
+        for value in array.tolist():
+            if isinstance(value, bool) or not isinstance(value, int) or not _INT64_MIN <= value <= _INT64_MAX:
+                raise ShapeError(f"{owner}: key {value!r} is no int64; give integers from {_INT64_MIN} to {_INT64_MAX}")
+    elif array.dtype.kind not in "iu":
+        raise ShapeError(f"{owner}: keys has dtype {array.dtype}; give an integer dtype, int64 at best")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+class EmbTable:
+    """One embedding table in host memory: any int64 key -> a row of `dim` weights and `state_dim` floats of state.
+
+    Parameters
+    ----------
+    name : str
+        Not empty. With `seed`, what initial values are made of.
+    dim : int
+        Weights of a row, 1 to 8192.
+    state_dim : int
+        Floats of optimizer state of a row, 0 to 32768.
+    dtype : str
+        ``"float32"`` in this version.
+    initializer : Initializer
+        Rule of the initial weights; the state of a new row is zero.
+    seed : int
+        Any int64.
+    directory : path, optional
+        File-backed tables are not in this version: only None.
+    num_threads : int, optional
+        Threads of a large call, 1 to 64; default: the CPUs available, at most 16. No result depends on it.
+
+    Notes
+    -----
+    Keys are integers of any dtype and stride; floats and booleans are refused. A call either succeeds or raises before
+    anything changed: `ShapeError`, `ConfigError`, `HostMemoryError`, `ClosedError`, or `ForkError` in a forked child.
+    No method touches frequencies or timestamps.
+
+    Thread safety: any thread may call at any time; reading calls run together, a changing call alone.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from embcache.table import EmbTable
+    >>> with EmbTable("items", 4) as table:
+    ...     table.assign([7, -1], np.ones((2, 4), dtype=np.float32))
+    ...     float(table.lookup([7, 8])[0].sum()), len(table)
+    (4.0, 3)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        state_dim: int = 0,
+        dtype: str = "float32",
+        initializer: Initializer = Uniform(-0.05, 0.05),
+        seed: int = 0,
+        directory: str | Path | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"EmbTable: name = {name!r}; give a non-empty string")
+        owner = f"table {name!r}"
+        if dtype != "float32":
+            raise ConfigError(f'{owner}: dtype = {dtype!r}; this version stores "float32" only')
+        if directory is not None:
+            raise ConfigError(f"{owner}: directory = {directory!r}; this version keeps tables in memory only, leave it out")
+        for option, value, low, high in (("dim", dim, 1, MAX_EMBEDDING_DIM), ("state_dim", state_dim, 0, _MAX_STATE_DIM)):
+            if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__") or not low <= value.__index__() <= high:
+                raise ConfigError(f"{owner}: {option} = {value!r}; give an integer from {low} to {high}")
+        self.name = name
+        self.initializer = initializer
+        self._core = Table(
+            name, dim, state_dim=state_dim, initializer=initializer_spec(initializer), seed=seed, num_threads=num_threads
+        )
+        self._owner = owner
+
+    @property
+    def core(self) -> Table:
+        """The compiled table behind this one."""
+        return self._core
+
+    @property
+    def dim(self) -> int:
+        """Weights of a row."""
+        return self._core.dim
+
+    @property
+    def state_dim(self) -> int:
+        """Floats of state of a row."""
+        return self._core.state_dim
+
+    @property
+    def seed(self) -> int:
+        """Seed of the initial values."""
+        return self._core.seed
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._core.closed
+
+    # ------------------------------------------------------------------------------------------------------------ rows
+
+    def lookup(self, keys: npt.ArrayLike, out: npt.NDArray[np.float32] | None = None, *, insert: bool = True) -> npt.NDArray[np.float32]:
+        """Return the weights of each key.
+
+        Parameters
+        ----------
+        keys : array-like of integers, (n,)
+        out : ndarray of float32, (n, dim), optional
+            C-contiguous and writeable; receives the result. A reused `out` saves the page faults of a new array.
+        insert : bool
+            True: absent keys are inserted with their initial value. False: they read it and stay absent.
+
+        Returns
+        -------
+        ndarray of float32, (n, dim)
+            `out`, or a new array.
+        """
+        checked = as_keys(keys, self._owner)
+        shape = (len(checked), self.dim)
+        if out is None:
+            out = np.empty(shape, dtype=np.float32)
+        else:
+            self._check_out(out, shape)
+        self._core.lookup(checked, out, bool(insert))
+        return out
+
+    def _check_out(self, out: npt.NDArray[np.float32], shape: tuple[int, int]) -> None:
+        if not isinstance(out, np.ndarray) or out.dtype != np.float32:
+            found = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
+            raise ShapeError(f"{self._owner}: out is {found}; give a float32 array")
+        if out.shape != shape:
+            raise ShapeError(f"{self._owner}: out has shape {out.shape}; give {shape}")
+        if not out.flags.c_contiguous or not out.flags.writeable:
+            raise ShapeError(f"{self._owner}: out is read-only or not C-contiguous; give a writeable, C-contiguous array")
+
+    def find(self, keys: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return the row index of each key, -1 where absent: int64 (n,)."""
+        return self._core.find(as_keys(keys, self._owner))
+
+    def insert(self, keys: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Insert the absent keys with their initial values; return the row index of each key: int64 (n,)."""
+        return self._core.insert(as_keys(keys, self._owner))
+
+    def assign(self, keys: npt.ArrayLike, weights: npt.ArrayLike, state: npt.ArrayLike | None = None) -> None:
+        """Insert or overwrite rows.
+
+        Parameters
+        ----------
+        keys : array-like of integers, (n,)
+            Of a repeated key the last row wins.
+        weights : array-like, (n, dim)
+            float32, or what NumPy calls a safe cast to it. NaN is data.
+        state : array-like, (n, state_dim), optional
+            Default: the state becomes zero.
+        """
+        checked = as_keys(keys, self._owner)
+        rows = self._as_rows("weights", weights, len(checked), self.dim)
+        states = None if state is None else self._as_rows("state", state, len(checked), self.state_dim)
+        self._core.assign(checked, rows, states)
+
+    def _as_rows(self, what: str, values: npt.ArrayLike, count: int, width: int) -> npt.NDArray[np.float32]:
+        array = np.asarray(values)
+        if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
+            array = array.astype(np.float32)  # an empty list has no dtype of its own
+        if not np.can_cast(array.dtype, np.float32, casting="safe"):
+            raise ShapeError(f"{self._owner}: {what} has dtype {array.dtype}; give float32 (cast it yourself if losing digits is meant)")
+        if array.shape == (0,) and count == 0:
+            array = array.reshape(0, width)
+        if array.shape != (count, width):
+            raise ShapeError(f"{self._owner}: {what} has shape {array.shape}; give {(count, width)}")
+        return np.ascontiguousarray(array, dtype=np.float32)
+
+    def lookup_rows(self, keys: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Return weights (n, dim) and state (n, state_dim) of each key; an absent key reads its initial values and stays absent."""
+        return self._core.lookup_rows(as_keys(keys, self._owner))
+
+    def erase(self, keys: npt.ArrayLike) -> int:
+        """Remove keys and return how many were there; absent ones and repetitions are passed over."""
+        return self._core.erase(as_keys(keys, self._owner))
+
+    # ------------------------------------------------------------------------------------------------------- the whole
+
+    def items(
+        self, batch_rows: int = 65536
+    ) -> Iterator[
+        tuple[
+            npt.NDArray[np.int64],
+            npt.NDArray[np.float32],
+            npt.NDArray[np.float32],
+            npt.NDArray[np.int64] | None,
+            npt.NDArray[np.int64] | None,
+        ]
+    ]:
+        """Iterate over all rows in row order, in batches.
+
+        Parameters
+        ----------
+        batch_rows : int
+            Most rows of a batch, >= 1.
+
+        Yields
+        ------
+        (keys, weights, state, frequency, timestamp)
+            int64 (k,), float32 (k, dim), float32 (k, state_dim), and int64 (k,) each; frequency and timestamp are None
+            for a table without a filter, as every EmbTable is. All are copies.
+
+        Raises
+        ------
+        ChangedError
+            If the table changed since the iteration began.
+        """
+        if isinstance(batch_rows, (bool, np.bool_)) or not hasattr(batch_rows, "__index__") or batch_rows.__index__() < 1:
+            raise ConfigError(f"{self._owner}: batch_rows = {batch_rows!r}; give an integer >= 1")
+        return self._batches(batch_rows.__index__(), self._core.version)
+
+    def _batches(self, batch_rows: int, version: int) -> Iterator[Any]:
+        cursor = 0
+        while True:
+            rows, cursor = self._core.scan(cursor, min(batch_rows, _INT64_MAX))
+            if len(rows) == 0:
+                self._check_version(version)
+                return
+            keys, frequency, timestamp = self._core.columns(rows)
+            weights = np.empty((len(rows), self.dim), dtype=np.float32)
+            state = np.empty((len(rows), self.state_dim), dtype=np.float32)
+            self._core.read_into(rows, weights, None, [state] if self.state_dim else [])
+            self._check_version(version)
+            if self._core.with_filter:
+                yield keys, weights, state, frequency, timestamp
+            else:
+                yield keys, weights, state, None, None
+
+    def _check_version(self, version: int) -> None:
+        if self._core.version != version:
+            raise ChangedError(f"{self._owner}: changed during items(); collect the keys first, or change it afterwards")
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, (bool, np.bool_)) or not hasattr(key, "__index__"):
+            return False
+        value = key.__index__()
+        return _INT64_MIN <= value <= _INT64_MAX and int(self._core.find(np.array([value], dtype=np.int64))[0]) >= 0
+
+    def stats(self) -> TableStats:
+        """Return counts and bytes by part: see `embcache._core.table.Table.stats`."""
+        return self._core.stats()
+
+    def check(self) -> None:
+        """Verify every invariant of the table, in time proportional to its size; `AssertionError` says what is broken."""
+        self._core.check()
+
+    def flush(self) -> None:
+        """Make changes durable. A table in memory has nothing to flush; the call checks that it is still open."""
+        len(self._core)
+
+    def close(self) -> None:
+        """Free the memory once running calls have returned; later calls raise `ClosedError`. Closing twice is allowed."""
+        self._core.close()
+
+    def __enter__(self) -> EmbTable:
+        len(self._core)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        rows = "closed" if self.closed else f"{len(self)} rows"
+        return f"EmbTable({self.name!r}, dim={self.dim}, state_dim={self.state_dim}, {rows})"

@@ -17,6 +17,7 @@ from .config import (
     Constant,
     LinearRamp,
     Normal,
+    OptimizerSpec,
     RowWiseAdagrad,
     TableConfig,
     TruncatedNormal,
@@ -24,6 +25,7 @@ from .config import (
     Zeros,
 )
 from .errors import (
+    ChangedError,
     ClosedError,
     ConfigError,
     CorruptionError,
@@ -70,6 +72,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdmitAndEvictConfig",
+    "ChangedError",
     "ClosedError",
     "ConfigError",
     "Constant",
@@ -91,6 +94,7 @@ __all__ = [
     "LinearRamp",
     "LockedError",
     "Normal",
+    "OptimizerSpec",
     "PinnedKeyError",
     "PlanError",
     "RowWiseAdagrad",

@@ -26,7 +26,9 @@ def layout_bytes(tables: Sequence[TableConfig], spec: OptimizerSpec, capacities:
     return sum((capacity + 1) * row_bytes(table, spec) for table, capacity in zip(tables, capacities, strict=True))
 
 
-def split_budget(tables: Sequence[TableConfig], spec: OptimizerSpec, budget_bytes: int, shares: Sequence[int]) -> list[int]:
+def split_budget(
+    tables: Sequence[TableConfig], spec: OptimizerSpec, budget_bytes: int, shares: Sequence[int]
+) -> list[int]:
     """Return each table's slots so that all together take at most `budget_bytes`.
 
     Parameters

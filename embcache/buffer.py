@@ -55,7 +55,9 @@ class HbmBuffer:
 
     def __init__(self, layout: TableLayout, spec: OptimizerSpec, backend: Backend, capacities: Sequence[int]) -> None:
         self.layout, self.spec = layout, spec
-        self.group_of = np.repeat(np.arange(len(layout.groups)), [g.last_table - g.first_table for g in layout.groups]).tolist()
+        self.group_of = np.repeat(
+            np.arange(len(layout.groups)), [g.last_table - g.first_table for g in layout.groups]
+        ).tolist()
         defaults = [table.admit_and_evict for table in layout.tables]
         self.constants = [0.0 if admit is None else admit.not_admitted_default_value for admit in defaults]
         self._allocate(backend, capacities)
@@ -88,7 +90,9 @@ class HbmBuffer:
         """One allocation, cut into a (rows, width) view for each group."""
         sizes = [count * width for count, width in zip(rows, widths, strict=True)]
         flat = backend.allocate(sum(sizes), 1).view(-1)
-        return [piece.view(count, width) for piece, count, width in zip(torch.split(flat, sizes), rows, widths, strict=True)]
+        return [
+            piece.view(count, width) for piece, count, width in zip(torch.split(flat, sizes), rows, widths, strict=True)
+        ]
 
     def constant_slot(self, table: int) -> int:
         """The slot that every key of `table` reads while it is not admitted."""

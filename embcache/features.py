@@ -33,7 +33,9 @@ def _as_tensor(owner: str, name: str, value: Any) -> torch.Tensor:
                 array = array.astype(np.int64)  # an empty list is float64 to NumPy, but has no dtype of its own
             value = torch.from_numpy(array if plain else array.copy())
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ShapeError(f"{owner}: {name} = {value!r} is not an array of numbers; give a tensor or a NumPy array") from error
+            raise ShapeError(
+                f"{owner}: {name} = {value!r} is not an array of numbers; give a tensor or a NumPy array"
+            ) from error
     if value.dim() != 1:
         raise ShapeError(f"{owner}: {name} has shape {tuple(value.shape)}; give one dimension")
     return value
@@ -61,7 +63,9 @@ def check_lengths(owner: str, lengths: np.ndarray, value_count: int) -> None:
         if low < 0:
             raise ShapeError(f"{owner}: lengths[{int(lengths.argmin())}] = {low}; a length is >= 0")
         if high > value_count:
-            raise ShapeError(f"{owner}: lengths[{int(lengths.argmax())}] = {high}, but there are {value_count} values in all")
+            raise ShapeError(
+                f"{owner}: lengths[{int(lengths.argmax())}] = {high}, but there are {value_count} values in all"
+            )
         total = int(lengths.sum())
     if total != value_count:
         raise ShapeError(f"{owner}: lengths sum to {total}, but there are {value_count} values; they must agree")
@@ -128,7 +132,9 @@ class JaggedFeatures:
         if features == 0 and self._lengths.numel():
             raise ShapeError(f"{owner}: {self._lengths.numel()} lengths but no keys; give the feature names")
         if features and self._lengths.numel() % features:
-            raise ShapeError(f"{owner}: {self._lengths.numel()} lengths for {features} features; give features * batch size of them")
+            raise ShapeError(
+                f"{owner}: {self._lengths.numel()} lengths for {features} features; give features * batch size of them"
+            )
         self._batch_size = self._lengths.numel() // features if features else 0
         check_lengths(owner, self._lengths.detach().cpu().numpy(), count)
         self._weights = None
@@ -145,7 +151,9 @@ class JaggedFeatures:
         if labels is not None:
             self._labels = _as_tensor(owner, "labels", labels)
             if self._labels.numel() != self._batch_size:
-                raise ShapeError(f"{owner}: {self._labels.numel()} labels for a batch of {self._batch_size}; give one an example")
+                raise ShapeError(
+                    f"{owner}: {self._labels.numel()} labels for a batch of {self._batch_size}; give one an example"
+                )
         self._offsets: list[int] | None = None
 
     def keys(self) -> list[str]:
@@ -206,7 +214,9 @@ class JaggedFeatures:
             raise KeyError(f"JaggedFeatures: no feature {key!r}; there are {list(self._keys)!r}") from None
         start, stop = self._feature_offsets()[f : f + 2]
         lengths = self._lengths[f * self._batch_size : (f + 1) * self._batch_size]
-        return JaggedTensor(self._values[start:stop], lengths, None if self._weights is None else self._weights[start:stop])
+        return JaggedTensor(
+            self._values[start:stop], lengths, None if self._weights is None else self._weights[start:stop]
+        )
 
     def _rebuilt(self, values: torch.Tensor, lengths: torch.Tensor, *others: torch.Tensor | None) -> JaggedFeatures:
         """A copy of self around other tensors of the same content, without checking them again."""
@@ -222,12 +232,17 @@ class JaggedFeatures:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=non_blocking)
 
-        others = [None if tensor is None else move(tensor) for tensor in (self._weights, self._timestamps, self._labels)]
+        others = [
+            None if tensor is None else move(tensor) for tensor in (self._weights, self._timestamps, self._labels)
+        ]
         return self._rebuilt(move(self._values), move(self._lengths), *others)
 
     def pin_memory(self) -> JaggedFeatures:
         """Return this batch in page-locked host memory (a DataLoader with ``pin_memory=True`` calls this)."""
-        others = [None if tensor is None else tensor.pin_memory() for tensor in (self._weights, self._timestamps, self._labels)]
+        others = [
+            None if tensor is None else tensor.pin_memory()
+            for tensor in (self._weights, self._timestamps, self._labels)
+        ]
         return self._rebuilt(self._values.pin_memory(), self._lengths.pin_memory(), *others)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -251,10 +266,14 @@ def as_jagged_features(batch: Any) -> JaggedFeatures:
         return batch
     methods = ("keys", "values", "lengths", "weights_or_none")
     if not all(callable(getattr(batch, name, None)) for name in methods):
-        raise ShapeError(f"features have type {type(batch).__name__}; give a JaggedFeatures or a torchrec KeyedJaggedTensor")
+        raise ShapeError(
+            f"features have type {type(batch).__name__}; give a JaggedFeatures or a torchrec KeyedJaggedTensor"
+        )
     variable = getattr(batch, "variable_stride_per_key", None)
     if callable(variable) and variable():
-        raise ShapeError("this KeyedJaggedTensor has another batch size per feature; give every feature the same number of examples")
+        raise ShapeError(
+            "this KeyedJaggedTensor has another batch size per feature; give every feature the same number of examples"
+        )
     timestamps = getattr(batch, "timestamps_or_none", getattr(batch, "timestamps", None))
     timestamps = timestamps() if callable(timestamps) else timestamps
     return JaggedFeatures(list(batch.keys()), batch.values(), batch.lengths(), batch.weights_or_none(), timestamps)
@@ -339,7 +358,9 @@ class KeyedTensor:
 
     def __init__(self, keys: Sequence[str], dims: Sequence[int], values: torch.Tensor) -> None:
         if len(keys) != len(dims) or values.dim() != 2 or values.shape[1] != sum(dims):
-            raise ShapeError(f"KeyedTensor: {len(keys)} keys, dims {list(dims)!r} and values of shape {tuple(values.shape)} do not fit")
+            raise ShapeError(
+                f"KeyedTensor: {len(keys)} keys, dims {list(dims)!r} and values of shape {tuple(values.shape)} do not fit"
+            )
         self._keys, self._dims, self._values = list(keys), list(dims), values
         self._blocks: dict[str, torch.Tensor] | None = None
 
@@ -363,7 +384,9 @@ class KeyedTensor:
         """Name -> (B, dim) block. The blocks are views of `values`."""
         if self._blocks is None:
             # One split for all: its backward is one concatenation, where a slice each would pad a full-width gradient each.
-            self._blocks = dict(zip(self._keys, torch.split(self._values, self._dims, dim=1), strict=True)) if self._keys else {}
+            self._blocks = (
+                dict(zip(self._keys, torch.split(self._values, self._dims, dim=1), strict=True)) if self._keys else {}
+            )
         return self._blocks
 
     def __getitem__(self, key: str) -> torch.Tensor:

@@ -214,7 +214,9 @@ class FusedUpdate:
             if gradient is None:
                 continue
             if self.pooled:
-                backend.segment_update_pooled(rule, buffer.weights[g], buffer.states[g], lookup, gradient, forward.weights)
+                backend.segment_update_pooled(
+                    rule, buffer.weights[g], buffer.states[g], lookup, gradient, forward.weights
+                )
             else:
                 backend.segment_update_sequence(rule, buffer.weights[g], buffer.states[g], lookup, gradient)
         self.optimizer.count_update()

@@ -88,8 +88,12 @@ class TableLayout:
         names = [table.name for table in tables]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"table {name!r} is listed {names.count(name)} times; table names are unique within a collection")
-        self.tables = sorted(tables, key=lambda table: (-min(table.embedding_dim & -table.embedding_dim, 16), table.embedding_dim))
+                raise ConfigError(
+                    f"table {name!r} is listed {names.count(name)} times; table names are unique within a collection"
+                )
+        self.tables = sorted(
+            tables, key=lambda table: (-min(table.embedding_dim & -table.embedding_dim, 16), table.embedding_dim)
+        )
         self.index_of = {table.name: t for t, table in enumerate(self.tables)}
         self.column_features: list[str] = []
         self.column_table: list[int] = []
@@ -98,7 +102,9 @@ class TableLayout:
             self.column_table += [t] * len(_features_of(table))
         self._first_column = np.searchsorted(self.column_table, np.arange(len(self.tables) + 1))
         self.groups = self._make_groups()
-        self.filtered = [any(table.admit_and_evict for table in self.tables[g.first_table : g.last_table]) for g in self.groups]
+        self.filtered = [
+            any(table.admit_and_evict for table in self.tables[g.first_table : g.last_table]) for g in self.groups
+        ]
         self._name_outputs(tables)
         self._sources: dict[tuple[str, ...], tuple[np.ndarray, bool]] = {}
 
@@ -134,12 +140,19 @@ class TableLayout:
         spec = self.groups[group]
         columns = slice(spec.first_column, spec.last_column)
         bags = slice(spec.first_column * flat.batch_size, spec.last_column * flat.batch_size + 1)
-        return {"bag_offsets": flat.bag_offsets[bags], "feature_mean": self.column_is_mean[columns], "out_cols": self.column_offsets[columns]}
+        return {
+            "bag_offsets": flat.bag_offsets[bags],
+            "feature_mean": self.column_is_mean[columns],
+            "out_cols": self.column_offsets[columns],
+        }
 
     def positions(self, group: int, flat: FlatBatch) -> dict[str, Any]:
         """Arguments of ``Backend.lookup`` for the group's part of a batch as a sequence."""
         spec = self.groups[group]
-        return {"first_position": int(flat.table_offsets[spec.first_table]), "last_position": int(flat.table_offsets[spec.last_table])}
+        return {
+            "first_position": int(flat.table_offsets[spec.first_table]),
+            "last_position": int(flat.table_offsets[spec.last_table]),
+        }
 
     def _source_columns(self, keys: tuple[str, ...]) -> tuple[np.ndarray, bool]:
         """For each column the place of its feature in `keys`, and whether these are all of `keys` in order."""
@@ -149,7 +162,9 @@ class TableLayout:
         place = {key: f for f, key in enumerate(keys)}
         for feature, t in zip(self.column_features, self.column_table, strict=True):
             if feature not in place:
-                raise ShapeError(f"the batch has no feature {feature!r}, which table {self.tables[t].name!r} needs; it has {list(keys)!r}")
+                raise ShapeError(
+                    f"the batch has no feature {feature!r}, which table {self.tables[t].name!r} needs; it has {list(keys)!r}"
+                )
         source = np.array([place[feature] for feature in self.column_features], dtype=np.int64)
         if len(self._sources) >= REMEMBERED_KEY_LISTS:
             self._sources.clear()

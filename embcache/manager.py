@@ -33,6 +33,7 @@ from .view import TableView
 
 __all__ = ["EmbCacheManager", "SwapInfo"]
 
+DEFAULT_OPTIMIZER = Adagrad(lr=0.01)
 FREE_MEMORY_SHARE = 0.6
 FIRST_SLOTS = 256
 MAX_SLOTS = 2**31 - 2
@@ -59,7 +60,9 @@ class Door:
     def check_process(self) -> None:
         """Raise `ForkError` in a child; before the lock, which a thread of the parent may have held at the fork."""
         if os.getpid() != self.pid:
-            raise ForkError(f"this manager belongs to process {self.pid}, not to its child {os.getpid()}; make the model in the process that trains it")
+            raise ForkError(
+                f"this manager belongs to process {self.pid}, not to its child {os.getpid()}; make the model in the process that trains it"
+            )
 
     def __enter__(self) -> None:
         self.check_process()
@@ -111,7 +114,9 @@ class SwapInfo:
         """The batch as each dim group's kernels want it; made once, used by forward and backward."""
         made = self._lookups.get(pooled)
         if made is None:
-            made = [self.group_lookup(backend, g, self.plan.slots, pooled=pooled) for g in range(len(self._layout.groups))]
+            made = [
+                self.group_lookup(backend, g, self.plan.slots, pooled=pooled) for g in range(len(self._layout.groups))
+            ]
             self._lookups[pooled] = made
         return made
 
@@ -149,7 +154,7 @@ class EmbCacheManager:
     ----------
     tables : list of TableConfig
     optimizer : OptimizerSpec
-        Decides which state a row carries.
+        Decides which state a row carries. Default: ``Adagrad(lr=0.01)``.
     device : str or torch.device
     hbm_bytes : int, optional
         Device bytes for rows, state included. Default: 60 % of the free device memory; on CPU the buffer starts small
@@ -187,7 +192,7 @@ class EmbCacheManager:
         self,
         tables: Sequence[TableConfig],
         *,
-        optimizer: OptimizerSpec = Adagrad(lr=0.01),
+        optimizer: OptimizerSpec = DEFAULT_OPTIMIZER,
         device: str | torch.device = "cpu",
         hbm_bytes: int | None = None,
         policy: str = "lru",
@@ -197,7 +202,9 @@ class EmbCacheManager:
         if not isinstance(optimizer, OptimizerSpec):
             raise ConfigError(f"optimizer = {optimizer!r}; give an embcache optimizer such as Adagrad(lr=0.01)")
         if hbm_bytes is not None and (isinstance(hbm_bytes, bool) or not isinstance(hbm_bytes, int) or hbm_bytes < 1):
-            raise ConfigError(f"hbm_bytes = {hbm_bytes!r}; give a number of bytes, or None for a share of the free memory")
+            raise ConfigError(
+                f"hbm_bytes = {hbm_bytes!r}; give a number of bytes, or None for a share of the free memory"
+            )
         self.spec = optimizer
         self.backend = backend_for(device, num_threads=num_threads)
         self._policy, self._num_threads = policy, num_threads
@@ -234,13 +241,18 @@ class EmbCacheManager:
 
     def _make_planner(self, capacities: Sequence[int]) -> SwapManager:
         filters = [table.admit_and_evict for table in self.layout.tables]
-        return SwapManager(self.host_tables, list(capacities), filters, policy=self._policy, num_threads=self._num_threads)
+        return SwapManager(
+            self.host_tables, list(capacities), filters, policy=self._policy, num_threads=self._num_threads
+        )
 
     # ---------------------------------------------------------------------------------------------- slots of each table
 
     def _shares(self) -> list[int]:
         """Claims of the tables on the budget before anything was measured: dim x features."""
-        return [table.embedding_dim * max(1, self.layout.column_table.count(t)) for t, table in enumerate(self.layout.tables)]
+        return [
+            table.embedding_dim * max(1, self.layout.column_table.count(t))
+            for t, table in enumerate(self.layout.tables)
+        ]
 
     def _first_capacities(self) -> list[int]:
         configs = self.layout.tables
@@ -322,9 +334,13 @@ class EmbCacheManager:
                 if not error.never_fits or not growable[self.layout.index_of[error.table]]:
                     raise
                 message = f"{error} (the buffer can grow, but only while no plan is outstanding: run backward on the earlier forwards first)"
-                raise HbmCapacityError(message, table=error.table, need=error.need, have=error.have, never_fits=False) from None
+                raise HbmCapacityError(
+                    message, table=error.table, need=error.need, have=error.have, never_fits=False
+                ) from None
             edges = flat.table_offsets.tolist()
-            uniques = np.array([len(np.unique(flat.keys[start:stop])) for start, stop in zip(edges[:-1], edges[1:], strict=True)])
+            uniques = np.array(
+                [len(np.unique(flat.keys[start:stop])) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+            )
             if not self._grow(self._wanted(uniques, uniques)):
                 raise
             return self._plan_with_room(flat)
@@ -417,12 +433,16 @@ class EmbCacheManager:
         """
         if plan.state != state:
             step = "swap_out" if state == "planned" else "swap_in"
-            raise PlanError(f"{step} of step {plan.step}: the plan is {plan.state!r}, not {state!r}; the order is plan, swap_out, swap_in, finish")
+            raise PlanError(
+                f"{step} of step {plan.step}: the plan is {plan.state!r}, not {state!r}; the order is plan, swap_out, swap_in, finish"
+            )
         for earlier in self.planner.outstanding:
             if earlier.step >= plan.step:
                 break
             if earlier.state != "swapped_in":
-                raise PlanError(f"step {plan.step} waits for step {earlier.step}, which is {earlier.state!r}; batches move their rows in plan order")
+                raise PlanError(
+                    f"step {plan.step} waits for step {earlier.step}, which is {earlier.state!r}; batches move their rows in plan order"
+                )
 
     def _move(self, copy: Any, rows: np.ndarray, slots: np.ndarray, offsets: np.ndarray) -> None:
         """Call `copy` for each table that has rows to move."""
@@ -471,10 +491,14 @@ class EmbCacheManager:
         with self.door:
             for group in self.layout.groups:
                 first = edges[group.first_table]
-                out = torch.empty((edges[group.last_table] - first, group.dim), dtype=torch.float32, device=self.backend.device)
+                out = torch.empty(
+                    (edges[group.last_table] - first, group.dim), dtype=torch.float32, device=self.backend.device
+                )
                 for t in range(group.first_table, group.last_table):
                     if edges[t + 1] > edges[t]:
-                        self._read_table(t, flat.keys[edges[t] : edges[t + 1]], out[edges[t] - first : edges[t + 1] - first])
+                        self._read_table(
+                            t, flat.keys[edges[t] : edges[t + 1]], out[edges[t] - first : edges[t + 1] - first]
+                        )
                 outputs.append(out)
         return outputs
 
@@ -534,10 +558,15 @@ class EmbCacheManager:
         """
         with self.door:
             if self.planner.outstanding:
-                raise PlanError(f"{len(self.planner.outstanding)} plan(s) are outstanding; rebalance between steps, after backward")
+                raise PlanError(
+                    f"{len(self.planner.outstanding)} plan(s) are outstanding; rebalance between steps, after backward"
+                )
             if self._hbm_bytes is None:
                 return
-            shares = [table.embedding_dim * (1 + int(count)) for table, count in zip(self.layout.tables, self._unique_sums, strict=True)]
+            shares = [
+                table.embedding_dim * (1 + int(count))
+                for table, count in zip(self.layout.tables, self._unique_sums, strict=True)
+            ]
             capacities = split_budget(self.layout.tables, self.spec, self._hbm_bytes, shares)
             if capacities != self.buffer.capacities:
                 self._rebuild(capacities)
@@ -576,7 +605,9 @@ class EmbCacheManager:
         backend = backend_for(device, num_threads=self._num_threads)
         with self.door:
             if self.planner.outstanding:
-                raise PlanError(f"{len(self.planner.outstanding)} plan(s) are outstanding; move the module between steps, after backward")
+                raise PlanError(
+                    f"{len(self.planner.outstanding)} plan(s) are outstanding; move the module between steps, after backward"
+                )
             self.buffer.move(backend)
             self.backend = backend
             self.changes += 1
@@ -595,12 +626,17 @@ class EmbCacheManager:
                 size = row_bytes(config, self.spec)
                 entry = {name: now[name] + self._past[t][name] for name in COUNTERS}
                 entry.update({name: now[name] for name in GAUGES})
-                entry["swap_in_bytes"], entry["swap_out_bytes"] = entry["swap_in_rows"] * size, entry["swap_out_rows"] * size
+                entry["swap_in_bytes"], entry["swap_out_bytes"] = (
+                    entry["swap_in_rows"] * size,
+                    entry["swap_out_rows"] * size,
+                )
                 entry["hbm_bytes"] = (entry["capacity"] + 1) * size
                 host = self.host_tables[t].stats()
                 entry["rows"], entry["host_bytes"] = host["rows"], host["bytes"]
                 tables[config.name] = entry
-            totals: dict[str, Any] = {name: sum(entry[name] for entry in tables.values()) for name in next(iter(tables.values()))}
+            totals: dict[str, Any] = {
+                name: sum(entry[name] for entry in tables.values()) for name in next(iter(tables.values()))
+            }
             totals["step"] = self.planner.step
             totals["tables"] = tables
             return totals
@@ -626,7 +662,9 @@ class EmbCacheManager:
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigError("an EmbCacheManager cannot be copied or pickled: its tables are host memory of this process; make a new one")
+        raise ConfigError(
+            "an EmbCacheManager cannot be copied or pickled: its tables are host memory of this process; make a new one"
+        )
 
     def __repr__(self) -> str:
         names = [table.name for table in self.layout.tables]

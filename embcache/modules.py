@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from .config import Adagrad, OptimizerSpec, TableConfig
+from .config import OptimizerSpec, TableConfig
 from .devices import GroupLookup
 from .errors import ConfigError, PlanError
 from .features import JaggedTensor, KeyedTensor, as_jagged_features
 from .fused import FusedUpdate
 from .layout import FlatBatch
-from .manager import EmbCacheManager, SwapInfo
+from .manager import DEFAULT_OPTIMIZER, EmbCacheManager, SwapInfo
 from .optim import EmbOptimizer
 from .view import TableView
 
@@ -31,13 +31,17 @@ class PooledLookup(torch.autograd.Function):
     """Bags of a planned batch -> (B, W). Backward hands the gradient to the fused update; only weights get one."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, update: FusedUpdate, info: SwapInfo) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, update: FusedUpdate, info: SwapInfo
+    ) -> torch.Tensor:
         manager, backend = update.manager, update.manager.backend
         plain = None if weights is None else weights.detach().contiguous()
         forward, ctx.token = update.begin(info, plain)
         try:
             lookups = info.lookups(backend, pooled=True)
-            out = torch.empty((info.batch_size, manager.layout.output_width), dtype=torch.float32, device=backend.device)
+            out = torch.empty(
+                (info.batch_size, manager.layout.output_width), dtype=torch.float32, device=backend.device
+            )
             ctx.rows = []
             for g, lookup in enumerate(lookups):
                 backend.pooled_forward(manager.buffer.weights[g], lookup, out, plain)
@@ -71,7 +75,9 @@ class SequenceLookup(torch.autograd.Function):
         forward, ctx.token = update.begin(info, None)
         try:
             lookups = info.lookups(backend, pooled=False)
-            outputs = tuple(backend.sequence_forward(manager.buffer.weights[g], lookup) for g, lookup in enumerate(lookups))
+            outputs = tuple(
+                backend.sequence_forward(manager.buffer.weights[g], lookup) for g, lookup in enumerate(lookups)
+            )
         except BaseException:
             update.abandon(forward)
             raise
@@ -90,7 +96,14 @@ class ReadOnlyPooling(torch.autograd.Function):
     """Bags over rows that were read for one batch; only per-sample weights get a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor | None, backend: Any, width: int, size: int, rows: list[tuple[torch.Tensor, GroupLookup]]) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        weights: torch.Tensor | None,
+        backend: Any,
+        width: int,
+        size: int,
+        rows: list[tuple[torch.Tensor, GroupLookup]],
+    ) -> torch.Tensor:
         plain = None if weights is None else weights.detach().contiguous()
         out = torch.empty((size, width), dtype=torch.float32, device=backend.device)
         for table_rows, lookup in rows:
@@ -101,7 +114,9 @@ class ReadOnlyPooling(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise PlanError("backward(create_graph=True) reached an embedding collection, which has no second derivative")
+            raise PlanError(
+                "backward(create_graph=True) reached an embedding collection, which has no second derivative"
+            )
         return _weight_gradient(ctx.backend, gradients[0].contiguous(), ctx.rows), None, None, None, None
 
 
@@ -114,7 +129,9 @@ def _kept_rows(manager: EmbCacheManager, info: SwapInfo, group: int) -> tuple[to
     return rows, info.group_lookup(manager.backend, group, places, pooled=True)
 
 
-def _weight_gradient(backend: Any, gradient: torch.Tensor, rows: list[tuple[torch.Tensor, GroupLookup]]) -> torch.Tensor:
+def _weight_gradient(
+    backend: Any, gradient: torch.Tensor, rows: list[tuple[torch.Tensor, GroupLookup]]
+) -> torch.Tensor:
     """Gradient of the per-sample weights of a whole batch: the dim groups' parts side by side."""
     return torch.cat([backend.per_sample_weight_grad(gradient, table_rows, lookup) for table_rows, lookup in rows])
 
@@ -127,7 +144,7 @@ class CachedCollection(nn.Module):
     def __init__(
         self,
         tables: Sequence[TableConfig],
-        optimizer: OptimizerSpec = Adagrad(lr=0.01),
+        optimizer: OptimizerSpec = DEFAULT_OPTIMIZER,
         device: str | torch.device = "cpu",
         hbm_bytes: int | None = None,
         policy: str = "lru",
@@ -204,7 +221,9 @@ class CachedCollection(nn.Module):
         """``.to()``, ``.cuda()`` and their like: the buffer moves, the tables stay in host memory."""
         probe = fn(torch.empty(0, dtype=torch.float32, device=self.device))
         if probe.dtype is not torch.float32:
-            raise ConfigError(f"a collection's rows are float32 and cannot become {probe.dtype}; cast its outputs, or move it before casting the rest")
+            raise ConfigError(
+                f"a collection's rows are float32 and cannot become {probe.dtype}; cast its outputs, or move it before casting the rest"
+            )
         if probe.device != self.device:
             self._manager.move(probe.device)
             self._update.anchor = torch.zeros((), requires_grad=True, device=probe.device)
@@ -229,7 +248,7 @@ class EmbeddingBagCollection(CachedCollection):
     tables : list of TableConfig
         Any mix of dims and poolings; several features may share a table, and several tables a feature.
     optimizer : OptimizerSpec
-        Updates the touched rows at the end of each backward pass.
+        Updates the touched rows at the end of each backward pass. Default: ``Adagrad(lr=0.01)``.
     device : str or torch.device
     hbm_bytes : int, optional
         Device bytes for rows with their state; see `EmbCacheManager`.
@@ -293,13 +312,17 @@ class EmbeddingBagCollection(CachedCollection):
         positions = np.arange(len(flat.keys), dtype=np.int64)
         pairs = []
         for g, group_rows in enumerate(rows):
-            start, stop = (int(flat.table_offsets[t]) for t in (layout.groups[g].first_table, layout.groups[g].last_table))
+            start, stop = (
+                int(flat.table_offsets[t]) for t in (layout.groups[g].first_table, layout.groups[g].last_table)
+            )
             lookup = manager.backend.lookup(
                 slots=positions - start, inverse=positions, unique_start=start, unique_stop=stop, **layout.bags(g, flat)
             )
             pairs.append((group_rows, lookup))
         weights = None if flat.weights is None else flat.weights.to(self.device)
-        values: torch.Tensor = ReadOnlyPooling.apply(weights, manager.backend, layout.output_width, flat.batch_size, pairs)
+        values: torch.Tensor = ReadOnlyPooling.apply(
+            weights, manager.backend, layout.output_width, flat.batch_size, pairs
+        )
         return values
 
 

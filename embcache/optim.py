@@ -85,7 +85,9 @@ class EmbOptimizer(torch.optim.Optimizer):
         """
         group = self.param_groups[0]
         # A learning rate may be a tensor that is changed in place: compare its value, never its identity.
-        values = tuple(group[name].item() if isinstance(group[name], torch.Tensor) else group[name] for name in self._names)
+        values = tuple(
+            group[name].item() if isinstance(group[name], torch.Tensor) else group[name] for name in self._names
+        )
         if self._checked is None or self._checked[0] != values:
             try:
                 spec = dataclasses.replace(self._spec, **dict(zip(self._names, values, strict=True)))
@@ -125,7 +127,9 @@ class EmbOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: a collection has one group. (Called once by torch's constructor.)"""
         if self._sealed:
-            raise ConfigError("a collection's optimizer has exactly one parameter group; give other tables their own collection")
+            raise ConfigError(
+                "a collection's optimizer has exactly one parameter group; give other tables their own collection"
+            )
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,13 +146,19 @@ class EmbOptimizer(torch.optim.Optimizer):
             step = state_dict["state"][group["params"][0]]["step"]
             values = {name: group[name] for name in self._names}
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ConfigError(f"this is not the state of a collection's optimizer ({type(error).__name__}: {error})") from error
+            raise ConfigError(
+                f"this is not the state of a collection's optimizer ({type(error).__name__}: {error})"
+            ) from error
         if kind != self._spec.kind:
-            raise ConfigError(f"the state is that of a {kind!r} optimizer, this is {self._spec.kind!r}; make the collection with the same one")
+            raise ConfigError(
+                f"the state is that of a {kind!r} optimizer, this is {self._spec.kind!r}; make the collection with the same one"
+            )
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"the state's step count is {step!r}; it is an integer >= 0")
         dataclasses.replace(self._spec, **values)
         super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigError("a collection's optimizer cannot be copied or pickled; use state_dict() and load_state_dict()")
+        raise ConfigError(
+            "a collection's optimizer cannot be copied or pickled; use state_dict() and load_state_dict()"
+        )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT
-from .errors import ShapeError
+from .errors import ConfigError, ShapeError
+from .table import as_keys
 
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
@@ -51,22 +52,16 @@ class TableView:
         self._manager, self._table = manager, table
         self._host = manager.host_tables[table]
         self.name, self.dim, self.state_dim = self._host.name, self._host.dim, self._host.state_dim
+        self._owner = f"table {self.name!r}"
 
-    def _keys(self, keys: Any) -> np.ndarray:
-        """`keys` as a contiguous int64 array, or `ShapeError`."""
-        array = np.asarray(keys)
-        if array.size == 0 and not isinstance(keys, np.ndarray):
-            array = array.astype(np.int64)
-        if array.ndim != 1 or array.dtype not in (np.int64, np.int32):
-            raise ShapeError(f"table {self.name!r}: keys have dtype {array.dtype} and shape {array.shape}; give int64 of one dimension")
-        return np.ascontiguousarray(array, dtype=np.int64)
-
-    def _rows(self, what: str, value: Any, count: int, width: int) -> np.ndarray:
-        """`value` as a contiguous float32 (count, width) array, or `ShapeError`."""
-        array = np.asarray(value)
-        if array.shape != (count, width) or array.dtype != np.float32:
-            raise ShapeError(f"table {self.name!r}: {what} has dtype {array.dtype} and shape {array.shape}; give float32 ({count}, {width})")
-        return np.ascontiguousarray(array)
+    def _rows(self, what: str, values: Any, count: int, width: int) -> np.ndarray:
+        """`values` as a contiguous float32 (count, width) array, or `ShapeError`."""
+        array = np.asarray(values)
+        if not np.can_cast(array.dtype, np.float32, casting="safe") or array.shape != (count, width):
+            raise ShapeError(
+                f"{self._owner}: {what} has dtype {array.dtype} and shape {array.shape}; give float32 {(count, width)}"
+            )
+        return np.ascontiguousarray(array, dtype=np.float32)
 
     # ------------------------------------------------------------------------------------------------------------ reads
 
@@ -82,12 +77,18 @@ class TableView:
             ``insert=True`` and a key that an unfinished batch has just made.
         ShapeError
         """
-        array = self._keys(keys)
+        array = as_keys(keys, self._owner)
         shape = (len(array), self.dim)
         if out is None:
             out = np.empty(shape, dtype=np.float32)
-        elif not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable:
-            raise ShapeError(f"table {self.name!r}: out must be a writeable, contiguous float32 array of shape {shape}")
+        elif (
+            not isinstance(out, np.ndarray)
+            or out.shape != shape
+            or out.dtype != np.float32
+            or not out.flags.c_contiguous
+            or not out.flags.writeable
+        ):
+            raise ShapeError(f"{self._owner}: out must be a writeable, contiguous float32 array of shape {shape}")
         with self._manager.door:
             if insert:
                 self._insert(array)
@@ -97,7 +98,7 @@ class TableView:
 
     def find(self, keys: Any) -> np.ndarray:
         """Row indexes of `keys`, int64 (n,); -1 where absent."""
-        array = self._keys(keys)
+        array = as_keys(keys, self._owner)
         with self._manager.door:
             rows: np.ndarray = self._manager.planner.peek(array, self._table)[1]
             return rows
@@ -107,14 +108,16 @@ class TableView:
 
         An absent key reads its initial weights (or the not-admitted default) and its initial state.
         """
-        array = self._keys(keys)
+        array = as_keys(keys, self._owner)
         with self._manager.door:
             # A key that an unfinished batch made is found here, where for us it is absent; what it reads is the same.
             weights, state = self._host.lookup_rows(array)
             self._overlay(*self._manager.planner.peek(array, self._table), weights, state)
         return weights, state
 
-    def _overlay(self, slots: np.ndarray, rows: np.ndarray, where: np.ndarray, weights: np.ndarray, state: np.ndarray | None) -> None:
+    def _overlay(
+        self, slots: np.ndarray, rows: np.ndarray, where: np.ndarray, weights: np.ndarray, state: np.ndarray | None
+    ) -> None:
         """Put what `peek` found over `weights` and `state` (n rows each); what is absent stays as it is."""
         states = [] if state is None or not self.state_dim else [state]
         self._host.read_into(np.where(where == PEEK_ROW, rows, -1), weights, None, states)
@@ -127,22 +130,32 @@ class TableView:
                 state_rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
                 states[0][resident] = state_rows
 
-    def items(self, batch_rows: int = 65536) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    def items(
+        self, batch_rows: int = 65536
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """Iterate over (keys, weights, state, frequency, timestamp) in batches of at most `batch_rows`, in row order.
 
-        Frequencies and timestamps of residents are the planner's; without a filter they are 0 and the smallest int64.
+        All are copies. Frequencies and timestamps of residents are the planner's; a table without a filter keeps none, and
+        gives 0 and the smallest int64.
 
         Raises
         ------
-        RuntimeError
+        ChangedError
             Something was planned, trained or changed meanwhile.
         """
-        if isinstance(batch_rows, bool) or not isinstance(batch_rows, int) or batch_rows < 1:
-            raise ShapeError(f"table {self.name!r}: batch_rows = {batch_rows!r}; give an integer of at least 1")
+        if (
+            isinstance(batch_rows, (bool, np.bool_))
+            or not hasattr(batch_rows, "__index__")
+            or batch_rows.__index__() < 1
+        ):
+            raise ConfigError(f"{self._owner}: batch_rows = {batch_rows!r}; give an integer >= 1")
+        return self._batches(batch_rows.__index__())
+
+    def _batches(self, batch_rows: int) -> Iterator[Any]:
         manager = self._manager
         with manager.door:
             start = manager.changes
-            _, gone = self._unfinished()
+            _, gone = manager.planner.unfinished(self._table)
             _, _, resident_rows, frequency, timestamp = manager.planner.residents(self._table)
         order = np.argsort(resident_rows)
         resident_rows, frequency, timestamp = resident_rows[order], frequency[order], timestamp[order]
@@ -150,7 +163,9 @@ class TableView:
         while more:
             with manager.door:
                 if manager.changes != start:
-                    raise RuntimeError(f"table {self.name!r} changed during iteration; iterate again when nothing trains or changes it")
+                    raise RuntimeError(
+                        f"table {self.name!r} changed during iteration; iterate again when nothing trains or changes it"
+                    )
                 rows, cursor = self._host.scan(cursor, batch_rows)
                 more = len(rows) > 0
                 # After the last live row come those in limbo: their keys are evicted by batches that have not finished.
@@ -160,7 +175,9 @@ class TableView:
                 if more:
                     seen = (where == PEEK_SLOT) | (where == PEEK_ROW)
                     if not seen.all():
-                        rows, keys, counts, stamps, slots, where = (array[seen] for array in (rows, keys, counts, stamps, slots, where))
+                        rows, keys, counts, stamps, slots, where = (
+                            array[seen] for array in (rows, keys, counts, stamps, slots, where)
+                        )
                 weights = np.empty((len(rows), self.dim), dtype=np.float32)
                 state = np.empty((len(rows), self.state_dim), dtype=np.float32)
                 self._overlay(slots, rows, where, weights, state)
@@ -174,13 +191,17 @@ class TableView:
 
     def __len__(self) -> int:
         with self._manager.door:
-            born, gone = self._unfinished()
+            born, gone = self._manager.planner.unfinished(self._table)
             return len(self._host) - len(born) + len(gone)
 
     def __contains__(self, key: object) -> bool:
-        if isinstance(key, bool) or not isinstance(key, (int, np.integer)) or not -(2**63) <= int(key) < 2**63:
+        if (
+            isinstance(key, (bool, np.bool_))
+            or not hasattr(key, "__index__")
+            or not -(2**63) <= key.__index__() < 2**63
+        ):
             return False
-        return bool(self.find(np.array([key], dtype=np.int64))[0] >= 0)
+        return bool(self.find(np.array([key.__index__()], dtype=np.int64))[0] >= 0)
 
     def stats(self) -> dict[str, Any]:
         """The entry of this table in ``manager.stats()["tables"]``."""
@@ -207,7 +228,7 @@ class TableView:
         PinnedKeyError
             An absent key that an unfinished batch uses.
         """
-        array = self._keys(keys)
+        array = as_keys(keys, self._owner)
         with self._manager.door:
             return self._insert(array)
 
@@ -229,7 +250,7 @@ class TableView:
         PinnedKeyError
             A key that an unfinished batch uses; nothing changes then.
         """
-        array = self._keys(keys)
+        array = as_keys(keys, self._owner)
         new_weights = self._rows("weights", weights, len(array), self.dim)
         new_state = None if state is None else self._rows("state", state, len(array), self.state_dim)
         with self._manager.door:
@@ -251,7 +272,7 @@ class TableView:
         PinnedKeyError
             A key that an unfinished batch uses; nothing changes then.
         """
-        array = self._keys(keys)
+        array = as_keys(keys, self._owner)
         with self._manager.door:
             self._manager.planner.drop(self._table, array)
             self._manager.changes += 1

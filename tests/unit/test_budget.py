@@ -36,7 +36,9 @@ def test_i11_a_budget_too_small_names_table_and_bytes(tables):
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 65), st.none() | st.integers(1, 50), st.none() | st.integers(1, 50), st.integers(1, 1000)),
+        st.tuples(
+            st.integers(1, 65), st.none() | st.integers(1, 50), st.none() | st.integers(1, 50), st.integers(1, 1000)
+        ),
         min_size=1,
         max_size=6,
     ),
@@ -44,7 +46,9 @@ def test_i11_a_budget_too_small_names_table_and_bytes(tables):
     st.sampled_from([SGD(), Adagrad(), RowWiseAdagrad(), Adam()]),
 )
 def test_the_budget_is_never_exceeded_and_hardly_wasted(rows, budget, spec):
-    tables = [TableConfig(f"t{i}", dim, hbm_rows=fixed, num_embeddings=cap) for i, (dim, fixed, cap, _) in enumerate(rows)]
+    tables = [
+        TableConfig(f"t{i}", dim, hbm_rows=fixed, num_embeddings=cap) for i, (dim, fixed, cap, _) in enumerate(rows)
+    ]
     shares = [share for *_, share in rows]
     try:
         slots = split_budget(tables, spec, budget, shares)

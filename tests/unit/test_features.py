@@ -109,7 +109,11 @@ def test_to_keeps_everything_and_shares_what_is_there_already():
 def test_pickle_round_trip():
     made = batch()
     copy = pickle.loads(pickle.dumps(made))
-    assert copy.keys() == made.keys() and torch.equal(copy.values(), made.values()) and torch.equal(copy.weights(), made.weights())
+    assert (
+        copy.keys() == made.keys()
+        and torch.equal(copy.values(), made.values())
+        and torch.equal(copy.weights(), made.weights())
+    )
 
 
 class FakeKjt:

@@ -1,0 +1,57 @@
+"""The storage half runs without torch, and the public names are all there. (Who may import whom: test_arrows.py.)"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import embcache
+
+
+def run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+def test_import_and_the_table_leave_torch_out():
+    code = """
+import sys
+import embcache as ec
+assert "torch" not in sys.modules, "import embcache"
+with ec.EmbTable("t", 4) as table:
+    assert table.lookup([1, 2]).shape == (2, 4)
+ec.TableConfig("t", 4, admit_and_evict=ec.AdmitAndEvictConfig(admit_threshold=2))
+ec.hash_strings(["a"])
+assert "torch" not in sys.modules, "EmbTable"
+ec.EmbeddingBagCollection
+assert "torch" in sys.modules
+print("ok")
+"""
+    assert run(code) == "ok"
+
+
+def test_the_table_works_where_torch_cannot_be_imported():
+    code = """
+import sys
+sys.modules["torch"] = None
+import embcache as ec
+with ec.EmbTable("t", 4) as table:
+    print(len(table.insert([5, 6])))
+try:
+    ec.JaggedFeatures
+except ImportError:
+    print("no torch")
+"""
+    assert run(code).split("\n") == ["2", "no torch"]
+
+
+def test_public_names_are_complete_and_documented():
+    for name in embcache.__all__:
+        assert getattr(embcache, name).__doc__, name
+    assert set(embcache.__all__) <= set(dir(embcache))
+    assert embcache.__version__
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        embcache.nonsense  # noqa: B018

@@ -1,0 +1,23 @@
+"""C contract of the feature filter: counters of keys that have no row yet, and the rule of admission and eviction."""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+cdef extern from "ec_filter.h":
+    ctypedef struct ec_filter_rule:
+        int64_t admit_threshold  # <= 1: every key is admitted
+        int64_t evict_threshold  # 0: no sweeps
+        int64_t evict_interval   # steps between sweeps
+        int time_is_step         # the step number is the timestamp
+        int needs_timestamps     # a batch with keys must bring timestamps
+
+    ctypedef struct ec_filter:
+        ec_filter_rule rule
+        int64_t newest           # largest timestamp seen; INT64_MIN: none yet
+
+
+cdef class FeatureFilter:
+    cdef ec_filter f             # changed by the planner only, under its lock
+    cdef readonly object config  # AdmitAndEvictConfig
+    cdef int64_t pid             # the process that made it
+    cdef int64_t size(self) noexcept nogil                                               # keys waiting
+    cdef void export(self, int64_t *keys, int64_t *counts, int64_t *last) noexcept nogil  # in entry order

@@ -1,0 +1,392 @@
+/* The phases of a plan. swap.pyx runs them in this order over all tables of a batch, in one call without the GIL:
+ *
+ *   dedup (tables; large tables by blocks and parts) -> lookup (chunks of uniques) -> decide (tables): count, sweep, admit,
+ *   make room -> bear (tables): new rows -> place (tables): pin, take slots, order -> emit (tables): the plan's arrays
+ *
+ * Tasks of one phase touch disjoint data, and whatever is observable is settled by one task per table in the order of
+ * the table's unique keys: the result is a function of state and batch at any number of threads (promise I4).
+ * decide and bear may fail, and leave a journal that ec_plan_undo() takes back. place and emit cannot fail.
+ */
+#ifndef EC_PHASES_H
+#define EC_PHASES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "ec_work.h"
+
+#define EC_AHEAD 16        /* prefetch distance of look-ups and of the policy's list */
+#define EC_BEAR_ALONE 8192 /* new rows from which a table's inserts get all threads */
+
+static inline int64_t ec_unique_count(const ec_work *w, int64_t at, int64_t begin, int64_t origin) {
+    return w->end[at] - (at == begin ? origin : w->end[at - 1]);
+}
+
+/* -------------------------------------------------------------------------------------------------------------- dedup */
+
+/* At most dedup_count tasks run at a time, so there always is an idle table. */
+static inline int ec_dedup_borrow(ec_work *w) {
+    for (int i = 0;; i = (i + 1) % w->dedup_count) {
+        int idle = 0;
+        if (__atomic_compare_exchange_n(&w->dedup_busy[i], &idle, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return i;
+    }
+}
+
+static inline void ec_dedup_return(ec_work *w, int i) { __atomic_store_n(&w->dedup_busy[i], 0, __ATOMIC_RELEASE); }
+
+static void ec_phase_dedup(void *context, int64_t task) {
+    ec_work *w = (ec_work *)context;
+    const int64_t t = EC_AT(w->small, int64_t, task);
+    const int i = ec_dedup_borrow(w);
+    w->parts[t].status = ec_dedup_small(&w->calls[t], &w->dedup[i]);
+    ec_dedup_return(w, i);
+}
+
+static void ec_phase_block_count_parts(void *context, int64_t block) { ec_dedup_block_count_parts(((ec_work *)context)->large, block); }
+static void ec_phase_block_scatter(void *context, int64_t block) { ec_dedup_block_scatter(((ec_work *)context)->large, block); }
+static void ec_phase_block_number(void *context, int64_t block) { ec_dedup_block_number(((ec_work *)context)->large, block); }
+static void ec_phase_block_inverse(void *context, int64_t block) { ec_dedup_block_inverse(((ec_work *)context)->large, block); }
+static void ec_phase_part_order(void *context, int64_t part) { ec_dedup_part_order(((ec_work *)context)->large, (int)part); }
+
+static void ec_phase_part_run(void *context, int64_t part) {
+    ec_work *w = (ec_work *)context;
+    const int i = ec_dedup_borrow(w);
+    if (ec_dedup_part_run(w->large, (int)part, &w->dedup[i]) != EC_OK) __atomic_store_n(&w->dedup_status, EC_NOMEM, __ATOMIC_RELAXED);
+    ec_dedup_return(w, i);
+}
+
+/* ------------------------------------------------------------------------------------------------------------- lookup */
+
+/* For a chunk of uniques: hash, slot or -1, and for the others the host row or -1. */
+static void ec_phase_lookup(void *context, int64_t task) {
+    ec_work *w = (ec_work *)context;
+    const ec_chunk *chunk = &EC_AT(w->chunks, ec_chunk, task);
+    const ec_side *s = &w->sides[chunk->table];
+    const ec_index *index = &s->cache.index;
+    const int64_t begin = w->offsets[chunk->table] + chunk->begin, end = w->offsets[chunk->table] + chunk->end;
+    int64_t others = begin;
+    for (int64_t u = begin; u < begin + EC_AHEAD && u < end; u++) ec_index_prefetch(index, w->hash[u] = ec_hash(w->key[u]));
+    for (int64_t u = begin; u < end; u++) {
+        if (u + EC_AHEAD < end) ec_index_prefetch(index, w->hash[u + EC_AHEAD] = ec_hash(w->key[u + EC_AHEAD]));
+        w->slot[u] = ec_index_find(index, w->key[u], w->hash[u]);
+        w->row[u] = -1;
+        if (w->slot[u] < 0) {
+            w->some_key[others] = w->key[u];
+            w->some_hash[others] = w->hash[u];
+            w->some_at[others++] = u;
+        }
+    }
+    if (others == begin) return;
+    w->find(s->table, w->some_key + begin, w->some_hash + begin, others - begin, w->some_row + begin, 1);
+    for (int64_t i = begin; i < others; i++) w->row[w->some_at[i]] = w->some_row[i];
+}
+
+/* ------------------------------------------------------------------------------------------------------ count and sweep */
+
+/* Largest timestamp of each unique of table t in this batch, and the newest timestamp seen. */
+static void ec_count_time(ec_work *w, int64_t t) {
+    ec_filter *f = w->sides[t].filter;
+    const int64_t begin = w->offsets[t], stop = w->offsets[t + 1], unique = w->parts[t].unique;
+    int64_t newest = INT64_MIN;
+    if (f->rule.time_is_step) {
+        for (int64_t u = begin; u < begin + unique; u++) w->last[u] = w->step;
+        if (unique > 0) newest = w->step;
+    } else {
+        for (int64_t u = begin; u < begin + unique; u++) w->last[u] = INT64_MIN;
+        if (w->timestamps) {
+            const int64_t *id = w->out.inverse;
+            for (int64_t i = begin; i < stop; i++) {
+                const int64_t at = w->timestamps[i];
+                if (at > w->last[begin + id[i]]) w->last[begin + id[i]] = at;
+                if (at > newest) newest = at;
+            }
+        }
+    }
+    if (newest > f->newest) f->newest = newest;
+}
+
+/* Adds the batch to the counters. w->freq and w->last hold each unique's totals afterwards, w->entry its filter entry. */
+static int ec_count(ec_work *w, int64_t t) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    ec_filter *f = s->filter;
+    const int64_t begin = w->offsets[t], end = begin + p->unique;
+    int64_t resident = 0, absent = 0;
+    for (int64_t u = begin; u < end; u++) {
+        resident += w->slot[u] >= 0;
+        absent += w->slot[u] < 0 && w->row[u] < 0;
+    }
+    if (ec_vec_reserve(&p->counts, resident, sizeof(ec_count_record)) || ec_vec_reserve(&p->marks, p->unique - resident, sizeof(int64_t)))
+        return EC_NOMEM;
+    /* a unique's entry is bumped, then removed or left; or added: at most two changes */
+    if (ec_vec_reserve(&p->changes, 2 * (p->unique - resident), sizeof(ec_filter_change))) return EC_NOMEM;
+    if (f->rule.admit_threshold > 1) {
+        const int status = ec_filter_reserve(f, absent);
+        if (status != EC_OK) return status;
+    }
+    ec_count_time(w, t);
+    for (int64_t u = begin; u < end; u++) {
+        const int64_t count = ec_unique_count(w, u, begin, begin);
+        if (u + EC_AHEAD < end) {
+            if (w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&s->cache.slots[w->slot[u + EC_AHEAD]]);
+            else if (w->row[u + EC_AHEAD] < 0) ec_index_prefetch(&f->index, w->hash[u + EC_AHEAD]);
+        }
+        w->entry[u] = -1;
+        if (w->slot[u] >= 0) {
+            ec_slot *slot = &s->cache.slots[w->slot[u]];
+            EC_PUSH(p->counts, ec_count_record, {(uint32_t)w->slot[u], slot->freq, slot->last});
+            slot->freq = w->freq[u] = ec_add_saturated(slot->freq, count);
+            if (w->last[u] > slot->last) slot->last = w->last[u];
+            w->last[u] = slot->last;
+            continue;
+        }
+        int64_t freq = 0;
+        if (w->row[u] >= 0) {
+            freq = *ec_table_freq(s->table, w->row[u]);
+            const int64_t last = *ec_table_ts(s->table, w->row[u]);
+            if (last > w->last[u]) w->last[u] = last;
+            ec_row_mark(s->table, w->row[u]); /* the sweep's scan of the host rows passes it over: it is looked at by itself */
+            EC_PUSH(p->marks, int64_t, w->row[u]);
+        }
+        w->freq[u] = ec_add_saturated(freq, count);
+        if (freq > 0) continue;
+        w->entry[u] = ec_filter_find(f, w->key[u], w->hash[u]);
+        if (w->entry[u] >= 0) {
+            EC_PUSH(p->changes, ec_filter_change, ec_filter_bump(f, (uint32_t)w->entry[u], count, w->last[u]));
+            w->freq[u] = EC_ENTRY(f, w->entry[u]).count;
+            w->last[u] = EC_ENTRY(f, w->entry[u]).last;
+        }
+    }
+    return EC_OK;
+}
+
+/* Evicts the batch's own keys that are too old; they are not admitted in this batch. */
+static int ec_sweep_batch(ec_work *w, int64_t t, int64_t cutoff) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    const int64_t begin = w->offsets[t], end = begin + p->unique;
+    for (int64_t u = begin; u < end; u++) {
+        if (w->last[u] >= cutoff) continue;
+        w->admitted[u] = 0;
+        if (w->slot[u] >= 0) {
+            if (ec_side_kill_slot(s, p, (uint32_t)w->slot[u]) != EC_OK) return EC_NOMEM;
+            w->slot[u] = -1;
+        } else if (w->row[u] >= 0) {
+            ec_row_unmark(s->table, w->row[u]);
+            if (ec_side_kill_row(s, p, w->key[u], w->hash[u], w->row[u]) != EC_OK) return EC_NOMEM;
+        } else {
+            p->totals[EC_FORGOTTEN] += w->entry[u] >= 0;
+        }
+        if (w->entry[u] >= 0) EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(s->filter, (uint32_t)w->entry[u]));
+    }
+    return EC_OK;
+}
+
+/* Evicts every other key whose last timestamp is below the cut-off: residents, host rows, keys not yet admitted.
+ * A row that training has never met (frequency 0: put in by the user) has no timestamp and stays. */
+static int ec_sweep_rest(ec_work *w, int64_t t, int64_t cutoff) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    ec_filter *f = s->filter;
+    ec_table *table = s->table;
+    const ec_cache *c = &s->cache;
+    for (int64_t slot = 0; slot < c->capacity; slot++) {
+        if (c->state[slot] != EC_SLOT_LIVE || c->slots[slot].last >= cutoff || c->slots[slot].freq == 0) continue;
+        if (ec_side_kill_slot(s, p, (uint32_t)slot) != EC_OK) return EC_NOMEM;
+    }
+    for (int64_t row = 0; row < table->row_limit; row++) {
+        if ((*ec_table_flags(table, row) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE) continue;
+        if (*ec_table_ts(table, row) >= cutoff || *ec_table_freq(table, row) == 0) continue;
+        const int64_t key = *ec_table_key(table, row);
+        if (ec_side_kill_row(s, p, key, ec_hash(key), row) != EC_OK) return EC_NOMEM;
+    }
+    for (int64_t id = 0; id < f->entries.size; id++) {
+        if (EC_ENTRY(f, id).count == 0 || EC_ENTRY(f, id).last >= cutoff) continue;
+        if (ec_vec_reserve_one(&p->changes, sizeof(ec_filter_change)) != EC_OK) return EC_NOMEM;
+        EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)id));
+        p->totals[EC_FORGOTTEN]++;
+    }
+    return EC_OK;
+}
+
+/* Admits each unique, or not: a key with a row or with enough occurrences is in. */
+static int ec_admit(ec_work *w, int64_t t) {
+    ec_part *p = &w->parts[t];
+    ec_filter *f = w->sides[t].filter;
+    const int64_t begin = w->offsets[t], end = begin + p->unique;
+    /* the sweep may have used up what ec_count() had reserved for this */
+    if (ec_vec_reserve(&p->changes, p->unique, sizeof(ec_filter_change)) != EC_OK) return EC_NOMEM;
+    for (int64_t u = begin; u < end; u++) {
+        if (!w->admitted[u]) continue;
+        if (w->slot[u] >= 0 || w->row[u] >= 0 || w->freq[u] >= f->rule.admit_threshold) {
+            if (w->entry[u] >= 0) EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)w->entry[u]));
+        } else {
+            w->admitted[u] = 0;
+            if (w->entry[u] < 0)
+                EC_PUSH(p->changes, ec_filter_change, ec_filter_add(f, w->key[u], w->hash[u], w->freq[u], w->last[u]));
+        }
+    }
+    return EC_OK;
+}
+
+/* ------------------------------------------------------------------------------------------------------------- decide */
+
+static int ec_decide(ec_work *w, int64_t t) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    ec_cache *c = &s->cache;
+    const int64_t begin = w->offsets[t], end = begin + p->unique;
+    memset(w->admitted + begin, 1, (size_t)p->unique);
+    if (s->filter) {
+        int64_t cutoff;
+        p->newest_before = s->filter->newest;
+        int status = ec_count(w, t);
+        if (status != EC_OK) return status;
+        if (ec_filter_sweeps_at(s->filter, w->step) && ec_filter_cutoff(s->filter, &cutoff)) {
+            if ((status = ec_sweep_batch(w, t, cutoff)) != EC_OK) return status;
+            if ((status = ec_sweep_rest(w, t, cutoff)) != EC_OK) return status;
+        }
+        if ((status = ec_admit(w, t)) != EC_OK) return status;
+    }
+    int64_t admitted = 0, hits = 0, pinned_hits = 0, born = 0;
+    for (int64_t u = begin; u < end; u++) {
+        if (!w->admitted[u]) continue;
+        admitted++;
+        if (w->slot[u] >= 0) {
+            hits++;
+            pinned_hits += c->pins[w->slot[u]] > 0;
+        } else if (w->row[u] < 0) {
+            w->some_key[begin + born] = w->key[u];
+            w->some_hash[begin + born] = w->hash[u];
+            w->some_at[begin + born++] = u;
+        }
+    }
+    p->totals[EC_HITS] = hits;
+    p->totals[EC_MISSES] = admitted - hits;
+    p->totals[EC_ADMITTED] = admitted;
+    p->totals[EC_REJECTED] = p->unique - admitted;
+    p->totals[EC_BORN] = born;
+    p->need = admitted;
+    p->have = c->capacity - (c->pinned - pinned_hits);
+    if (p->need > p->have) return EC_CAPACITY;
+    /* from here on nothing may fail but the birth of rows, whose record has its room already */
+    if (ec_vec_reserve(&p->births, born, sizeof(ec_birth)) || ec_vec_reserve(&p->takes, admitted - hits, sizeof(ec_take_record)) ||
+        ec_vec_reserve(&p->touches, admitted, sizeof(ec_touch)) || ec_take_refused() ||
+        ec_index_reserve(&c->index, admitted - hits))
+        return EC_NOMEM;
+    return EC_OK;
+}
+
+static void ec_phase_decide(void *context, int64_t t) {
+    ec_work *w = (ec_work *)context;
+    w->parts[t].status = ec_decide(w, t);
+}
+
+/* --------------------------------------------------------------------------------------------------------------- bear */
+
+/* Inserts the admitted keys that have no row. Nothing is left of it where it fails. */
+static void ec_bear(ec_work *w, int64_t t, int threads) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    const int64_t begin = w->offsets[t], born = p->totals[EC_BORN];
+    if (born == 0) return;
+    p->status = ec_take_refused() ? EC_NOMEM
+                                  : w->bear(s->table, w->some_key + begin, w->some_hash + begin, born, w->some_row + begin,
+                                            w->some_born + begin, threads);
+    if (p->status != EC_OK) return;
+    for (int64_t i = begin; i < begin + born; i++) {
+        EC_ASSERT(w->some_born[i]);
+        w->row[w->some_at[i]] = w->some_row[i];
+        EC_PUSH(p->births, ec_birth, {w->some_key[i], w->some_hash[i], w->some_row[i]});
+    }
+}
+
+static void ec_phase_bear(void *context, int64_t t) {
+    ec_work *w = (ec_work *)context;
+    if (w->parts[t].totals[EC_BORN] < EC_BEAR_ALONE) ec_bear(w, t, 1);
+}
+
+/* -------------------------------------------------------------------------------------------------------------- place */
+
+/* A slot for every admitted key, then the new order of use. */
+static void ec_phase_place(void *context, int64_t t) {
+    ec_work *w = (ec_work *)context;
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    ec_cache *c = &s->cache;
+    const int64_t begin = w->offsets[t], end = begin + p->unique;
+    for (int64_t u = begin; u < end; u++) {
+        if (u + EC_AHEAD < end && w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&c->pins[w->slot[u + EC_AHEAD]]);
+        if (w->slot[u] >= 0) ec_cache_pin(c, (uint32_t)w->slot[u]); /* before any victim is chosen */
+    }
+    uint32_t cursor = EC_NO_SLOT;
+    for (int64_t u = begin; p->totals[EC_MISSES] > 0 && u < end; u++) {
+        if (!w->admitted[u] || w->slot[u] >= 0) continue;
+        ec_take_record take = ec_cache_take(c, w->key[u], w->hash[u], w->row[u], &cursor);
+        ec_row_mark(s->table, w->row[u]);
+        if (s->filter) {
+            c->slots[take.slot].freq = w->freq[u];
+            c->slots[take.slot].last = w->last[u];
+        }
+        if (take.from == EC_FROM_VICTIM) {
+            ec_row_unmark(s->table, take.before.row);
+            if (s->filter) { /* the host columns are the authority again */
+                int64_t *freq = ec_table_freq(s->table, take.before.row), *last = ec_table_ts(s->table, take.before.row);
+                take.host_freq = *freq;
+                take.host_last = *last;
+                *freq = take.before.freq;
+                *last = take.before.last;
+            }
+        }
+        p->totals[EC_SWAP_OUT_ROWS] += take.from != EC_FROM_FREE;
+        w->slot[u] = take.slot;
+        EC_PUSH(p->takes, ec_take_record, take);
+    }
+    uint32_t place = 0;
+    for (int64_t u = begin; u < end; u++) {
+        if (u + 2 * EC_AHEAD < end && w->slot[u + 2 * EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&c->lru.nodes[w->slot[u + 2 * EC_AHEAD]]);
+        if (u + EC_AHEAD < end && w->slot[u + EC_AHEAD] >= 0) {
+            const ec_lru_node *node = &c->lru.nodes[w->slot[u + EC_AHEAD]];
+            if (node->prev != EC_NO_SLOT) EC_PREFETCH_WRITE(&c->lru.nodes[node->prev]);
+            if (node->next != EC_NO_SLOT) EC_PREFETCH_WRITE(&c->lru.nodes[node->next]);
+        }
+        if (w->admitted[u]) EC_PUSH(p->touches, ec_touch, ec_cache_touch(c, (uint32_t)w->slot[u], w->step, place++));
+    }
+    for (int i = 0; i < EC_TOTALS; i++) s->totals[i] += p->totals[i];
+}
+
+/* --------------------------------------------------------------------------------------------------------------- emit */
+
+/* Writes table t's part of the plan's arrays; the offsets are there already. */
+static void ec_phase_emit(void *context, int64_t t) {
+    ec_work *w = (ec_work *)context;
+    const ec_side *s = &w->sides[t];
+    const ec_part *p = &w->parts[t];
+    ec_arrays *o = &w->out;
+    const int64_t begin = w->offsets[t], stop = w->offsets[t + 1], first = o->unique_offsets[t];
+    int64_t in = o->in_offsets[t];
+    memcpy(o->unique_keys + first, w->key + begin, (size_t)p->unique * sizeof(int64_t));
+    memcpy(o->segment_offsets + first + 1, w->end + begin, (size_t)p->unique * sizeof(int64_t));
+    memcpy(o->admitted + first, w->admitted + begin, (size_t)p->unique);
+    if (first > 0)
+        for (int64_t i = begin; i < stop; i++) o->inverse[i] += first;
+    for (int64_t u = 0; u < p->unique; u++) {
+        const int64_t slot = w->admitted[begin + u] ? w->slot[begin + u] : s->cache.capacity;
+        o->slots[first + u] = s->base + slot;
+    }
+    int64_t out = o->out_offsets[t];
+    for (int64_t i = 0; i < p->takes.size; i++, in++) {
+        const ec_take_record *take = &EC_TAKE(p, i);
+        o->in_keys[in] = s->cache.slots[take->slot].key;
+        o->in_slots[in] = s->base + take->slot;
+        o->in_rows[in] = s->cache.slots[take->slot].row;
+        if (take->from == EC_FROM_FREE) continue;
+        o->out_keys[out] = take->before.key;
+        o->out_slots[out] = s->base + take->slot;
+        o->out_rows[out++] = take->before.row;
+    }
+    o->hits[t] = p->totals[EC_HITS];
+    o->misses[t] = p->totals[EC_MISSES];
+}
+
+#endif

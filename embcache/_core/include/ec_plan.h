@@ -1,0 +1,205 @@
+/* A plan's record: what a batch changed in each table, how to take it back, and how to settle it when it has trained.
+ *
+ * The record is a journal in the order of the changes; ec_plan_undo() walks it backwards and cannot fail. The same walk
+ * serves a plan that fails half way (promise I3) and cancel().
+ */
+#ifndef EC_PLAN_H
+#define EC_PLAN_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "ec_cache.h"
+#include "ec_filter.h"
+#include "ec_table.h"
+
+/* Totals of a table, in this order in ec_side.totals. */
+enum {
+    EC_HITS = 0,
+    EC_MISSES = 1,
+    EC_SWAP_OUT_ROWS = 2,
+    EC_ADMITTED = 3,
+    EC_REJECTED = 4,
+    EC_EVICTED = 5,
+    EC_FORGOTTEN = 6,
+    EC_BORN = 7,
+    EC_TOTALS = 8
+};
+
+/* One table as the planner sees it. */
+typedef struct {
+    ec_cache cache;
+    ec_filter *filter; /* NULL: every key is admitted, nothing is counted */
+    ec_table *table;
+    int64_t base; /* number of the table's slot 0 in the whole buffer */
+    int64_t totals[EC_TOTALS];
+} ec_side;
+
+/* Counters of a resident before a batch added to them. */
+typedef struct {
+    uint32_t slot;
+    int64_t freq, last;
+} ec_count_record;
+
+typedef struct {
+    int64_t key;
+    uint64_t hash;
+    int64_t row;
+} ec_birth;
+
+/* What a plan did to one table. */
+typedef struct {
+    ec_vec counts;  /* of ec_count_record */
+    ec_vec marks;   /* of int64_t: rows marked resident before it was known whether they would survive the sweep */
+    ec_vec changes; /* of ec_filter_change */
+    ec_vec kills;   /* of ec_kill */
+    ec_vec births;  /* of ec_birth */
+    ec_vec takes;   /* of ec_take_record, one a swap-in */
+    ec_vec touches; /* of ec_touch, one an admitted key: also the list of the plan's pins */
+    int64_t newest_before;
+    int64_t totals[EC_TOTALS];
+    int64_t unique;
+    int64_t need, have; /* slots, for the message where they do not suffice */
+    int status;
+} ec_part;
+
+#define EC_KILL(part, i) EC_AT((part)->kills, ec_kill, i)
+#define EC_TAKE(part, i) EC_AT((part)->takes, ec_take_record, i)
+#define EC_TOUCH(part, i) EC_AT((part)->touches, ec_touch, i)
+
+static inline void ec_part_free(ec_part *p) {
+    ec_vec_free(&p->counts);
+    ec_vec_free(&p->marks);
+    ec_vec_free(&p->changes);
+    ec_vec_free(&p->kills);
+    ec_vec_free(&p->births);
+    ec_vec_free(&p->takes);
+    ec_vec_free(&p->touches);
+}
+
+/* Callback of ec_cache: the end of an evicted key's row. */
+static void ec_side_row_free(void *table, int64_t key, int64_t row) { ec_table_free_row((ec_table *)table, ec_hash(key), row); }
+
+static inline void ec_row_mark(ec_table *t, int64_t row) { *ec_table_flags(t, row) |= EC_RESIDENT; }
+static inline void ec_row_unmark(ec_table *t, int64_t row) { *ec_table_flags(t, row) &= (uint8_t)~EC_RESIDENT; }
+
+/* Evicts a resident key from slot, index and host table. EC_NOMEM changes nothing. */
+static inline int ec_side_kill_slot(ec_side *s, ec_part *p, uint32_t slot) {
+    if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->kills, sizeof(ec_kill)) != EC_OK) return EC_NOMEM;
+    const int64_t key = s->cache.slots[slot].key;
+    EC_PUSH(p->kills, ec_kill, ec_cache_kill(&s->cache, slot));
+    ec_table_detach(s->table, key, ec_hash(key));
+    p->totals[EC_EVICTED]++;
+    return EC_OK;
+}
+
+/* Evicts a key that is in the host table only. EC_NOMEM changes nothing. */
+static inline int ec_side_kill_row(ec_side *s, ec_part *p, int64_t key, uint64_t hash, int64_t row) {
+    if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->kills, sizeof(ec_kill)) != EC_OK) return EC_NOMEM;
+    EC_PUSH(p->kills, ec_kill, ec_cache_kill_row(&s->cache, key, row));
+    ec_table_detach(s->table, key, hash);
+    p->totals[EC_EVICTED]++;
+    return EC_OK;
+}
+
+/* Takes back everything that a plan did to a table, newest change first. */
+static void ec_plan_undo(ec_side *s, ec_part *p) {
+    ec_cache *c = &s->cache;
+    for (int64_t i = p->touches.size - 1; i >= 0; i--) {
+        const ec_touch *touch = &EC_TOUCH(p, i);
+        ec_cache_untouch(c, touch);
+        if (touch->was_live) ec_cache_unpin(c, touch->slot); /* the pins of swap-ins go with the slot below */
+    }
+    for (int64_t i = p->takes.size - 1; i >= 0; i--) {
+        const ec_take_record *take = &EC_TAKE(p, i);
+        ec_row_unmark(s->table, c->slots[take->slot].row);
+        ec_cache_untake(c, take);
+        if (take->from == EC_FROM_VICTIM) {
+            ec_row_mark(s->table, take->before.row);
+            if (s->filter) {
+                *ec_table_freq(s->table, take->before.row) = take->host_freq;
+                *ec_table_ts(s->table, take->before.row) = take->host_last;
+            }
+        }
+    }
+    for (int64_t i = p->births.size - 1; i >= 0; i--) {
+        const ec_birth *birth = &EC_AT(p->births, ec_birth, i);
+        ec_table_unborn(s->table, birth->key, birth->hash, birth->row);
+    }
+    for (int64_t i = p->kills.size - 1; i >= 0; i--) {
+        const ec_kill *kill = &EC_KILL(p, i);
+        const ec_limbo gone = EC_GONE(c, kill->limbo);
+        ec_cache_unkill(c, kill);
+        ec_table_attach(s->table, gone.key, ec_hash(gone.key), gone.row);
+    }
+    for (int64_t i = p->counts.size - 1; i >= 0; i--) {
+        const ec_count_record *count = &EC_AT(p->counts, ec_count_record, i);
+        c->slots[count->slot].freq = count->freq;
+        c->slots[count->slot].last = count->last;
+    }
+    for (int64_t i = 0; i < p->marks.size; i++) ec_row_unmark(s->table, EC_AT(p->marks, int64_t, i));
+    for (int64_t i = p->changes.size - 1; i >= 0; i--) ec_filter_undo(s->filter, &EC_AT(p->changes, ec_filter_change, i));
+    if (s->filter) s->filter->newest = p->newest_before;
+}
+
+/* The rows of the plan's swap-out are in the host table now: rows of evicted keys that only waited for that may go. */
+static void ec_plan_swapped_out(ec_side *s, ec_part *p) {
+    for (int64_t i = 0; i < p->takes.size; i++)
+        if (EC_TAKE(p, i).from == EC_FROM_DYING) ec_limbo_release(&s->cache, EC_TAKE(p, i).limbo);
+}
+
+/* The batch has trained: its pins end, and what it evicted is gone for good. */
+static void ec_plan_finish(ec_side *s, ec_part *p) {
+    for (int64_t i = 0; i < p->touches.size; i++) {
+        if (i + 16 < p->touches.size) EC_PREFETCH_WRITE(&s->cache.pins[EC_TOUCH(p, i + 16).slot]);
+        ec_cache_unpin(&s->cache, EC_TOUCH(p, i).slot);
+    }
+    for (int64_t i = 0; i < p->kills.size; i++) ec_limbo_release(&s->cache, EC_KILL(p, i).limbo);
+    ec_part_free(p);
+}
+
+/* The end of the planner: residents' counters go to the host columns, and no row is marked resident any more. */
+static void ec_side_retire(ec_side *s) {
+    for (int64_t slot = 0; slot < s->cache.capacity; slot++) {
+        if (s->cache.state[slot] != EC_SLOT_LIVE) continue;
+        const ec_slot *it = &s->cache.slots[slot];
+        ec_row_unmark(s->table, it->row);
+        if (!s->filter) continue;
+        *ec_table_freq(s->table, it->row) = it->freq;
+        *ec_table_ts(s->table, it->row) = it->last;
+    }
+}
+
+/* Counters of host rows that are not resident, from *cursor on. How many, or -1 where there are no more rows. */
+static int64_t ec_side_scan(const ec_side *s, int64_t *cursor, int64_t *keys, int64_t *counts, int64_t *last, int64_t most) {
+    int64_t got = 0, row = *cursor;
+    if (row >= s->table->row_limit) return -1;
+    for (; row < s->table->row_limit && got < most; row++) {
+        if ((*ec_table_flags(s->table, row) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE) continue;
+        keys[got] = *ec_table_key(s->table, row);
+        counts[got] = *ec_table_freq(s->table, row);
+        last[got++] = *ec_table_ts(s->table, row);
+    }
+    *cursor = row;
+    return got;
+}
+
+/* EC_OK, or EC_BROKEN where cache, filter and host table do not agree. O(capacity + rows). */
+static int ec_side_check(const ec_side *s) {
+    const ec_cache *c = &s->cache;
+    ec_table *t = s->table;
+    int64_t resident = 0;
+    int status = ec_cache_check(c);
+    if (status == EC_OK && s->filter) status = ec_filter_check(s->filter);
+    if (status != EC_OK) return status;
+    for (int64_t slot = 0; slot < c->capacity; slot++) {
+        if (c->state[slot] != EC_SLOT_LIVE) continue;
+        const int64_t row = c->slots[slot].row;
+        if (row < 0 || row >= t->row_limit || *ec_table_key(t, row) != c->slots[slot].key) return EC_BROKEN;
+        if ((*ec_table_flags(t, row) & (EC_LIVE | EC_RESIDENT)) != (EC_LIVE | EC_RESIDENT)) return EC_BROKEN;
+    }
+    for (int64_t row = 0; row < t->row_limit; row++) resident += (*ec_table_flags(t, row) & (EC_LIVE | EC_RESIDENT)) == (EC_LIVE | EC_RESIDENT);
+    return resident == c->live && t->limbo == c->limbo_count ? EC_OK : EC_BROKEN;
+}
+
+#endif

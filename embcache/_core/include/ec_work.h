@@ -1,0 +1,236 @@
+/* What a plan works with: the batch, the sides of all tables, scratch memory that is reused, and the plan's arrays. */
+#ifndef EC_WORK_H
+#define EC_WORK_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "ec_dedup.h"
+#include "ec_plan.h"
+
+#define EC_CHUNK 4096 /* uniques of a look-up task */
+#define EC_THREADS_MAX 64
+
+typedef struct {
+    int64_t table;
+    int64_t begin, end; /* uniques, relative to the table */
+} ec_chunk;
+
+/* The plan's arrays, as carved from its two blocks. */
+typedef struct {
+    int64_t *inverse, *order;
+    int64_t *table_offsets, *unique_offsets, *segment_offsets, *unique_keys, *slots;
+    int64_t *in_offsets, *in_keys, *in_slots, *in_rows;
+    int64_t *out_offsets, *out_keys, *out_slots, *out_rows;
+    int64_t *hits, *misses;
+    uint8_t *admitted;
+    void *front, *back; /* from ec_take(): the first two arrays, all others */
+    size_t back_bytes;
+} ec_arrays;
+
+typedef struct {
+    /* the batch */
+    int64_t tables;
+    int64_t n;
+    const int64_t *keys;
+    const int64_t *offsets;
+    const int64_t *timestamps; /* NULL: none */
+    int64_t step;
+    /* state and journal */
+    ec_side *sides;
+    ec_part *parts;
+    ec_arrays out;
+    /* per unique, table t's from offsets[t] on */
+    int64_t *key, *end, *slot, *row, *freq, *last, *entry;
+    uint64_t *hash;
+    uint8_t *admitted;
+    /* per unique, compacted inside a chunk or a table: those not resident, then those without a row */
+    int64_t *some_key, *some_row, *some_at;
+    uint64_t *some_hash;
+    uint8_t *some_born;
+    /* dedup */
+    uint64_t seed[2];
+    ec_dedup_table dedup[EC_THREADS_MAX];
+    int dedup_busy[EC_THREADS_MAX];
+    int dedup_count;
+    ec_dedup_call *calls; /* one a table */
+    ec_dedup_call *large; /* the call that is cut now */
+    uint32_t *ids, *first, *counts, *part_at, *part_uid, *starts, *fresh;
+    int64_t *part_keys, *cursor, *block_first, *block_count;
+    int dedup_status;
+    ec_vec small;  /* of int64_t: tables whose dedup is one task */
+    ec_vec chunks; /* of ec_chunk */
+    ec_block scratch; /* what the arrays above are carved from */
+    /* batch doors of the host table */
+    void (*find)(ec_table *, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, int threads);
+    int (*bear)(ec_table *, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born, int threads);
+} ec_work;
+
+/* ------------------------------------------------------------------------------------------------------------- memory */
+
+/* Hands out 64-byte aligned pieces of a block; with `at` NULL it only adds up. */
+typedef struct {
+    char *at;
+    size_t used;
+} ec_carver;
+
+static inline void *ec_carve(ec_carver *c, int64_t items, size_t item_bytes) {
+    void *piece = c->at ? c->at + c->used : NULL;
+    c->used += ((size_t)items * item_bytes + 63) & ~(size_t)63;
+    return piece;
+}
+
+static void ec_work_carve(ec_work *w, ec_carver *c, int64_t n, int64_t large) {
+    w->key = (int64_t *)ec_carve(c, n, 8);
+    w->end = (int64_t *)ec_carve(c, n, 8);
+    w->slot = (int64_t *)ec_carve(c, n, 8);
+    w->row = (int64_t *)ec_carve(c, n, 8);
+    w->freq = (int64_t *)ec_carve(c, n, 8);
+    w->last = (int64_t *)ec_carve(c, n, 8);
+    w->entry = (int64_t *)ec_carve(c, n, 8);
+    w->hash = (uint64_t *)ec_carve(c, n, 8);
+    w->some_key = (int64_t *)ec_carve(c, n, 8);
+    w->some_row = (int64_t *)ec_carve(c, n, 8);
+    w->some_at = (int64_t *)ec_carve(c, n, 8);
+    w->some_hash = (uint64_t *)ec_carve(c, n, 8);
+    w->admitted = (uint8_t *)ec_carve(c, n, 1);
+    w->some_born = (uint8_t *)ec_carve(c, n, 1);
+    w->ids = (uint32_t *)ec_carve(c, n, 4);
+    w->first = (uint32_t *)ec_carve(c, n, 4);
+    w->counts = (uint32_t *)ec_carve(c, n, 4);
+    const int64_t blocks = ec_dedup_blocks(large);
+    w->part_keys = (int64_t *)ec_carve(c, large, 8);
+    w->cursor = (int64_t *)ec_carve(c, large, 8);
+    w->part_at = (uint32_t *)ec_carve(c, large, 4);
+    w->part_uid = (uint32_t *)ec_carve(c, large, 4);
+    w->starts = (uint32_t *)ec_carve(c, EC_PARTS * (blocks + 1), 4);
+    w->fresh = (uint32_t *)ec_carve(c, EC_PARTS * (blocks + 1), 4);
+    w->block_first = (int64_t *)ec_carve(c, blocks + 1, 8);
+    w->block_count = (int64_t *)ec_carve(c, blocks + 1, 8);
+}
+
+/* Scratch for a batch of n keys whose largest cut table has `large` keys. It grows with the largest batch and stays. */
+static int ec_work_reserve(ec_work *w, int64_t n, int64_t large) {
+    ec_carver sizes = {NULL, 0};
+    ec_work_carve(w, &sizes, n, large);
+    if (sizes.used > w->scratch.held) {
+        ec_block wider;
+        const size_t half_more = w->scratch.held + w->scratch.held / 2;
+        if (ec_block_take(&wider, sizes.used > half_more ? sizes.used : half_more) != EC_OK) return EC_NOMEM;
+        ec_block_drop(&w->scratch);
+        w->scratch = wider;
+    }
+    ec_carver pieces = {(char *)w->scratch.data, 0};
+    ec_work_carve(w, &pieces, n, large);
+    return EC_OK;
+}
+
+/* Says what every table's dedup reads and writes, and which tables are cut. */
+static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step) {
+    int64_t large = 0;
+    w->keys = keys;
+    w->offsets = offsets;
+    w->timestamps = timestamps;
+    w->step = step;
+    w->n = offsets[w->tables];
+    w->small.size = w->chunks.size = 0;
+    for (int64_t t = 0; t < w->tables; t++) {
+        const int64_t size = offsets[t + 1] - offsets[t];
+        if (size >= EC_DEDUP_LARGE && size > large) large = size;
+    }
+    if (ec_vec_reserve(&w->small, w->tables, sizeof(int64_t)) || ec_work_reserve(w, w->n, large)) return EC_NOMEM;
+    void *front = ec_take(NULL, (size_t)w->n * 16);
+    if (!front) return EC_NOMEM;
+    w->out.front = front;
+    w->out.inverse = (int64_t *)front;
+    w->out.order = (int64_t *)front + w->n;
+    for (int64_t t = 0; t < w->tables; t++) {
+        const int64_t begin = offsets[t], size = offsets[t + 1] - begin;
+        w->calls[t] = (ec_dedup_call){
+            .keys = keys + begin, .n = size, .seed = w->seed, .inverse = w->out.inverse + begin, .order = w->out.order + begin,
+            .unique_keys = w->key + begin, .ends = w->end + begin, .position_base = begin, .ids = w->ids + begin,
+            .first = w->first + begin, .counts = w->counts + begin, .blocks = ec_dedup_blocks(size), .part_keys = w->part_keys,
+            .part_at = w->part_at, .part_uid = w->part_uid, .cursor = w->cursor, .starts = w->starts, .fresh = w->fresh,
+            .block_first = w->block_first, .block_count = w->block_count};
+        if (size < EC_DEDUP_LARGE) EC_PUSH(w->small, int64_t, t);
+    }
+    return EC_OK;
+}
+
+/* Cuts the uniques of all tables into look-up tasks. */
+static int ec_work_chunk(ec_work *w) {
+    int64_t chunks = 0;
+    for (int64_t t = 0; t < w->tables; t++) {
+        w->parts[t].unique = w->calls[t].unique;
+        chunks += (w->parts[t].unique + EC_CHUNK - 1) / EC_CHUNK;
+    }
+    if (ec_vec_reserve(&w->chunks, chunks, sizeof(ec_chunk)) != EC_OK) return EC_NOMEM;
+    for (int64_t t = 0; t < w->tables; t++) {
+        const int64_t unique = w->parts[t].unique;
+        for (int64_t begin = 0; begin < unique; begin += EC_CHUNK)
+            EC_PUSH(w->chunks, ec_chunk, {t, begin, begin + EC_CHUNK < unique ? begin + EC_CHUNK : unique});
+    }
+    return EC_OK;
+}
+
+static void ec_arrays_carve(ec_arrays *o, ec_carver *c, int64_t tables, int64_t unique, int64_t in) {
+    o->table_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
+    o->unique_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
+    o->in_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
+    o->out_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
+    o->hits = (int64_t *)ec_carve(c, tables, 8);
+    o->misses = (int64_t *)ec_carve(c, tables, 8);
+    o->segment_offsets = (int64_t *)ec_carve(c, unique + 1, 8);
+    o->unique_keys = (int64_t *)ec_carve(c, unique, 8);
+    o->slots = (int64_t *)ec_carve(c, unique, 8);
+    o->admitted = (uint8_t *)ec_carve(c, unique, 1);
+    o->in_keys = (int64_t *)ec_carve(c, in, 8);
+    o->in_slots = (int64_t *)ec_carve(c, in, 8);
+    o->in_rows = (int64_t *)ec_carve(c, in, 8);
+    o->out_keys = (int64_t *)ec_carve(c, in, 8); /* at most as many as come in */
+    o->out_slots = (int64_t *)ec_carve(c, in, 8);
+    o->out_rows = (int64_t *)ec_carve(c, in, 8);
+}
+
+/* The plan's other arrays, once it is known how many uniques and swap-ins there are; and their offsets. */
+static int ec_arrays_reserve(ec_work *w) {
+    ec_arrays *o = &w->out;
+    int64_t unique = 0, in = 0;
+    for (int64_t t = 0; t < w->tables; t++) {
+        unique += w->parts[t].unique;
+        in += w->parts[t].totals[EC_MISSES];
+    }
+    ec_carver sizes = {NULL, 0};
+    ec_arrays_carve(o, &sizes, w->tables, unique, in);
+    char *back = (char *)ec_take(NULL, sizes.used);
+    if (!back) return EC_NOMEM;
+    ec_carver pieces = {back, 0};
+    ec_arrays_carve(o, &pieces, w->tables, unique, in);
+    o->back = back;
+    o->back_bytes = sizes.used;
+    o->unique_offsets[0] = o->in_offsets[0] = o->segment_offsets[0] = 0;
+    for (int64_t t = 0; t < w->tables; t++) {
+        o->unique_offsets[t + 1] = o->unique_offsets[t] + w->parts[t].unique;
+        o->in_offsets[t + 1] = o->in_offsets[t] + w->parts[t].totals[EC_MISSES];
+    }
+    memcpy(o->table_offsets, w->offsets, (size_t)(w->tables + 1) * sizeof(int64_t));
+    return EC_OK;
+}
+
+/* Offsets of the swap-outs, known after the place phase. */
+static void ec_arrays_out_offsets(ec_work *w) {
+    w->out.out_offsets[0] = 0;
+    for (int64_t t = 0; t < w->tables; t++)
+        w->out.out_offsets[t + 1] = w->out.out_offsets[t] + w->parts[t].totals[EC_SWAP_OUT_ROWS];
+}
+
+static void ec_work_free(ec_work *w) {
+    for (int i = 0; i < w->dedup_count; i++) ec_dedup_table_free(&w->dedup[i]);
+    ec_block_drop(&w->scratch);
+    ec_vec_free(&w->small);
+    ec_vec_free(&w->chunks);
+    free(w->calls);
+    w->calls = NULL;
+}
+
+#endif

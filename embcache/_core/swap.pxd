@@ -1,0 +1,241 @@
+"""C contract of the planner: the structures of ec_cache.h, ec_plan.h, ec_work.h and ec_peek.h that swap.pyx looks into."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from embcache._core.filter cimport FeatureFilter, ec_filter
+from embcache._core.table cimport ec_table
+from embcache._core.threads cimport ec_task_fn
+
+cdef extern from "<pthread.h>":
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t *mutex, void *attributes) noexcept nogil
+    int pthread_mutex_destroy(pthread_mutex_t *mutex) noexcept nogil
+    int pthread_mutex_lock(pthread_mutex_t *mutex) noexcept nogil
+    int pthread_mutex_unlock(pthread_mutex_t *mutex) noexcept nogil
+
+cdef extern from "ec_vec.h":
+    int64_t ec_take_countdown
+    ctypedef struct ec_vec:
+        void *data
+        int64_t size
+
+cdef extern from "ec_cache.h":
+    const int EC_SLOT_LIVE
+
+    ctypedef struct ec_slot:
+        int64_t key
+        int64_t row
+        int64_t freq
+        int64_t last
+
+    ctypedef struct ec_slotset:
+        int64_t count
+
+    ctypedef struct ec_cache:
+        int64_t capacity
+        ec_slot *slots
+        uint8_t *state
+        ec_slotset free
+        ec_slotset dying
+        int64_t live
+        int64_t pinned
+        int64_t limbo_count
+        void (*row_free)(void *table, int64_t key, int64_t row) noexcept nogil
+        void *table
+
+    int ec_cache_init(ec_cache *c, int64_t capacity, uint64_t seed) noexcept nogil
+    int ec_cache_grow(ec_cache *c, int64_t capacity) noexcept nogil
+    void ec_cache_free(ec_cache *c) noexcept nogil
+
+cdef extern from "ec_plan.h":
+    const int EC_HITS
+    const int EC_MISSES
+    const int EC_SWAP_OUT_ROWS
+    const int EC_ADMITTED
+    const int EC_REJECTED
+    const int EC_EVICTED
+    const int EC_FORGOTTEN
+    const int EC_BORN
+    const int EC_TOTALS
+
+    ctypedef struct ec_side:
+        ec_cache cache
+        ec_filter *filter
+        ec_table *table
+        int64_t base
+        int64_t *totals
+
+    ctypedef struct ec_part:
+        int64_t *totals
+        int64_t unique
+        int64_t need
+        int64_t have
+        int status
+
+    void ec_side_row_free(void *table, int64_t key, int64_t row) noexcept nogil
+    int ec_side_check(const ec_side *s) noexcept nogil
+    void ec_part_free(ec_part *p) noexcept nogil
+    void ec_plan_undo(ec_side *s, ec_part *p) noexcept nogil
+    void ec_plan_swapped_out(ec_side *s, ec_part *p) noexcept nogil
+    void ec_plan_finish(ec_side *s, ec_part *p) noexcept nogil
+    void ec_side_retire(ec_side *s) noexcept nogil
+    int64_t ec_side_scan(const ec_side *s, int64_t *cursor, int64_t *keys, int64_t *counts, int64_t *last, int64_t most) noexcept nogil
+    int ec_side_load(ec_side *s, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n, int64_t newest) noexcept nogil
+
+cdef extern from "ec_work.h":
+    const int EC_PARTS
+    const int EC_THREADS_MAX
+    const int64_t EC_DEDUP_MAX_KEYS
+
+    ctypedef struct ec_dedup_call:
+        int64_t n
+        int64_t blocks
+
+    ctypedef struct ec_arrays:
+        int64_t *inverse
+        int64_t *order
+        int64_t *table_offsets
+        int64_t *unique_offsets
+        int64_t *segment_offsets
+        int64_t *unique_keys
+        int64_t *slots
+        int64_t *in_offsets
+        int64_t *in_keys
+        int64_t *in_slots
+        int64_t *in_rows
+        int64_t *out_offsets
+        int64_t *out_keys
+        int64_t *out_slots
+        int64_t *out_rows
+        int64_t *hits
+        int64_t *misses
+        uint8_t *admitted
+        void *front
+        void *back
+        size_t back_bytes
+
+    ctypedef struct ec_work:
+        int64_t tables
+        int64_t n
+        ec_side *sides
+        ec_part *parts
+        ec_arrays out
+        ec_dedup_call *calls
+        ec_dedup_call *large
+        int dedup_count
+        int dedup_status
+        uint64_t *seed
+        ec_vec small
+        ec_vec chunks
+        void (*find)(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, int threads) noexcept nogil
+        int (*bear)(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born, int threads) noexcept nogil
+
+    int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step) noexcept nogil
+    int ec_work_chunk(ec_work *w) noexcept nogil
+    void ec_work_free(ec_work *w) noexcept nogil
+    int ec_arrays_reserve(ec_work *w) noexcept nogil
+    void ec_arrays_out_offsets(ec_work *w) noexcept nogil
+
+cdef extern from "ec_phases.h":
+    const int64_t EC_BEAR_ALONE
+    void ec_dedup_layout(ec_dedup_call *c) noexcept nogil
+    void ec_dedup_number(ec_dedup_call *c) noexcept nogil
+    void ec_dedup_sum(ec_dedup_call *c) noexcept nogil
+    void ec_phase_dedup(void *work, int64_t task) noexcept nogil
+    void ec_phase_block_count_parts(void *work, int64_t block) noexcept nogil
+    void ec_phase_block_scatter(void *work, int64_t block) noexcept nogil
+    void ec_phase_part_run(void *work, int64_t part) noexcept nogil
+    void ec_phase_block_number(void *work, int64_t block) noexcept nogil
+    void ec_phase_block_inverse(void *work, int64_t block) noexcept nogil
+    void ec_phase_part_order(void *work, int64_t part) noexcept nogil
+    void ec_phase_lookup(void *work, int64_t task) noexcept nogil
+    void ec_phase_decide(void *work, int64_t t) noexcept nogil
+    void ec_phase_bear(void *work, int64_t t) noexcept nogil
+    void ec_bear(ec_work *w, int64_t t, int threads) noexcept nogil
+    void ec_phase_place(void *work, int64_t t) noexcept nogil
+    void ec_phase_emit(void *work, int64_t t) noexcept nogil
+
+cdef extern from "ec_peek.h":
+    const int EC_PLANNED
+    const int EC_SWAPPED_OUT
+    const int EC_SWAPPED_IN
+    const int EC_FINISHED
+    const int EC_CANCELLED
+    const int EC_PEEK_ABSENT
+    const int EC_PEEK_SLOT
+    const int EC_PEEK_ROW
+    const int EC_PEEK_DEFAULT
+
+    ctypedef struct ec_plan:
+        ec_part *parts
+        int64_t step
+        int state
+
+    ctypedef struct ec_overlay:
+        uint64_t epoch
+
+    int ec_overlay_make(ec_overlay *o, const ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
+    void ec_overlay_free(ec_overlay *o) noexcept nogil
+    void ec_peek(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n, int64_t *slots, int64_t *rows, uint8_t *places) noexcept nogil
+    int64_t ec_first_in_use(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
+    int64_t ec_side_drop(ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
+
+cdef extern from "ec_simulate.h":
+    int64_t ec_simulate(const int64_t *keys, int64_t n, int64_t capacity, uint64_t seed) noexcept nogil
+
+
+cdef class Plan:
+    cdef ec_plan plan            # journal and state; belongs to `owner` until it is finished or cancelled
+    cdef int64_t tables
+    cdef int64_t owner           # number of the SwapManager that made it
+    cdef readonly int64_t step
+    cdef readonly int64_t num_keys
+    cdef readonly int64_t num_uniques
+    cdef readonly int64_t hits
+    cdef readonly int64_t misses
+    cdef ec_arrays out           # pointers into the two blocks
+    cdef object front, back      # owners of the blocks
+    cdef dict arrays             # NumPy views made so far
+    cdef object view(self, str name, object block, void *at, int64_t items, object dtype)
+
+
+cdef class SwapManager:
+    cdef ec_work work            # sides, scratch and the call that runs
+    cdef ec_overlay *overlays    # one a table, made on demand
+    cdef ec_plan **plans         # unfinished ones, oldest first: what `unfinished` holds, for C
+    cdef int64_t plan_room
+    cdef list unfinished         # of Plan
+    cdef list tables             # of Table, kept alive
+    cdef list filters            # of FeatureFilter or None
+    cdef pthread_mutex_t mutex   # taken with the GIL released; held by every door
+    cdef int mutex_ready
+    cdef int closed
+    cdef int64_t pid
+    cdef int64_t number          # of this manager in the process
+    cdef uint64_t epoch          # changes with every change of state
+    cdef int64_t last_step
+    cdef int bases_given
+    cdef readonly int num_threads
+    cdef int enter(self) except -1
+    cdef void leave(self) noexcept
+    cdef int64_t lock_tables(self, int write) noexcept nogil
+    cdef void unlock_tables(self, int64_t count) noexcept nogil
+    cdef int lock_all(self) except -1
+    cdef int check_capacity(self, object table, object capacity) except -1
+    cdef int check_settled(self, str doing) except -1
+    cdef int table_number(self, object table) except -1
+    cdef void default_bases(self) noexcept
+    cdef int reserve_plan(self) noexcept
+    cdef int run(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step) noexcept nogil
+    cdef int dedup(self, int threads) noexcept nogil
+    cdef void undo(self, ec_part *parts) noexcept nogil
+    cdef object failure(self, Plan plan, int status)
+    cdef int64_t order_of(self, Plan plan, int state, str doing) except -1
+    cdef int forget(self, int64_t at) except -1
+    cdef int check_turn(self, int64_t at, str doing) except -1
+    cdef int overlay(self, int64_t t) except -1
+    cdef FeatureFilter filter_of(self, int64_t t)
+    cdef object figure(self, object table, str name)
+    cdef dict numbers(self, int64_t t)
+    cdef void free_all(self) noexcept

@@ -1,0 +1,1256 @@
+"""The planner: which rows a batch needs in HBM, where they go, and which rows make room for them.
+
+Owns the slots of all tables of a collection (ec_cache.h), the feature filters, the order of use (ec_lru.h) and the
+journal of every plan that has not finished (ec_plan.h). It moves no row itself: a plan says what to move, and the
+``mark_*`` calls tell the planner that it has been done. One core call plans all tables of a batch (ec_phases.h).
+
+Invariants: a slot that an unfinished plan uses is never a victim (I2); a plan either succeeds or leaves everything as it
+was (I3); everything in a plan is a function of state and batch, at any number of threads (I4). Slots are chosen so: a
+resident key keeps its slot; a new one gets the smallest free slot, else the smallest slot whose key was evicted, else
+that of the least recently used key that is not pinned, by (step, position in the batch).
+
+Thread safety: every door takes one mutex with the GIL released, and the locks of the host tables it changes.
+"""
+
+import itertools
+import os
+import secrets
+
+import numpy as np
+
+from embcache.config import AdmitAndEvictConfig
+from embcache.errors import (
+    ClosedError,
+    ConfigError,
+    ForkError,
+    HbmCapacityError,
+    HostMemoryError,
+    PinnedKeyError,
+    PlanError,
+    ShapeError,
+)
+
+from cython cimport final
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memset
+
+from embcache._core.filter cimport FeatureFilter
+from embcache._core.table cimport (
+    EC_CAPACITY,
+    EC_LIMIT,
+    EC_NOMEM,
+    EC_OK,
+    Table,
+    table_find,
+    table_insert,
+    table_lock,
+    table_unlock,
+)
+from embcache._core.threads cimport parallel_for, resolve_threads
+
+PEEK_ABSENT = EC_PEEK_ABSENT
+PEEK_SLOT = EC_PEEK_SLOT
+PEEK_ROW = EC_PEEK_ROW
+PEEK_DEFAULT = EC_PEEK_DEFAULT
+
+cdef enum:
+    SMALL_CALL = 8192      # keys below which the pool is not woken
+    SCAN_ROWS = 65536      # host rows read at a time
+    MAX_CAPACITY = 0x7FFFFFFF
+
+_POLICIES = ("lru",)
+_STATES = ("planned", "swapped_out", "swapped_in", "finished", "cancelled")
+_manager_numbers = itertools.count(1)
+
+
+cdef const int64_t[::1] _int64_array(str what, object values, int64_t length):
+    """`values` as a memoryview, or ShapeError; `length` -1 leaves the length open."""
+    if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.ndim != 1 or not values.flags.c_contiguous:
+        found = f"{values.dtype} array of shape {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise ShapeError(f"{what}: got {found}; give a one-dimensional contiguous int64 array")
+    if length >= 0 and values.shape[0] != length:
+        raise ShapeError(f"{what}: {values.shape[0]} elements; give {length}")
+    return values
+
+
+cdef int _policy(object policy, object lookahead) except -1:
+    """ConfigError unless this version has the policy."""
+    if policy not in _POLICIES:
+        raise ConfigError(f"policy = {policy!r}; this version has {', '.join(map(repr, _POLICIES))}")
+    if lookahead is not None:
+        raise ConfigError(f"lookahead = {lookahead!r}; policy {policy!r} does not look ahead, leave it out")
+    return 0
+
+
+cdef object _host_memory(str doing):
+    return HostMemoryError(f"out of host memory while {doing}; nothing has changed: free memory or use smaller batches")
+
+
+@final
+cdef class _Block:
+    """Owner of one malloc block, seen by NumPy through the buffer protocol, read-only; freed with the last view."""
+
+    cdef void *data
+    cdef Py_ssize_t size
+
+    def __cinit__(self):
+        self.data = NULL
+        self.size = 0
+
+    def __dealloc__(self):
+        free(self.data)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if flags & 1:  # PyBUF_WRITABLE
+            raise BufferError("the arrays of a plan are read-only")
+        buffer.buf = self.data
+        buffer.obj = self
+        buffer.len = self.size
+        buffer.readonly = 1
+        buffer.itemsize = 1
+        buffer.format = NULL
+        buffer.ndim = 1
+        buffer.shape = &self.size
+        buffer.strides = NULL
+        buffer.suboffsets = NULL
+        buffer.internal = NULL
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        pass
+
+
+@final
+cdef class Plan:
+    """What one training batch needs (``SwapInfo``): slots of its keys, rows to swap in, rows to swap out.
+
+    Made by `SwapManager.plan` only. All arrays are read-only and stay valid for ever.
+
+    Attributes
+    ----------
+    step : int
+        Number of the training step, from 1.
+    state : str
+        ``"planned"``, ``"swapped_out"``, ``"swapped_in"``, ``"finished"`` or ``"cancelled"``.
+    num_keys, num_uniques : int
+        n, U.
+    table_offsets : int64[T + 1]
+        Keys of table t are the positions ``table_offsets[t]`` to ``table_offsets[t + 1]``.
+    unique_keys : int64[U]
+        Distinct keys, table by table, in order of first occurrence.
+    unique_offsets : int64[T + 1]
+    inverse : int64[n]
+        Index into the uniques of each position.
+    occurrence_order : int64[n]
+        Positions grouped by unique, in batch order within a group.
+    segment_offsets : int64[U + 1]
+        Group u is ``occurrence_order[segment_offsets[u]:segment_offsets[u + 1]]``.
+    slots : int64[U]
+        Slot in the whole buffer; a key that is not admitted has its table's constant slot, base + capacity.
+    admitted : uint8[U]
+    swap_in_keys, swap_in_slots, swap_in_rows : int64[M]
+        Rows to copy host -> HBM, in order of the uniques; table t's are ``swap_in_offsets[t]:swap_in_offsets[t + 1]``.
+    swap_in_offsets : int64[T + 1]
+    swap_out_keys, swap_out_slots, swap_out_rows : int64[K]
+        Rows to copy HBM -> host first: each frees a slot that a swap-in of this plan fills.
+    swap_out_offsets : int64[T + 1]
+    hits, misses : int
+        Unique keys that were resident, and admitted ones that were not. Keys not admitted are neither.
+    table_hits, table_misses : int64[T]
+    """
+
+    def __cinit__(self):
+        memset(&self.plan, 0, sizeof(ec_plan))
+        memset(&self.out, 0, sizeof(ec_arrays))
+        self.tables = 0
+        self.owner = 0
+        self.arrays = {}
+
+    def __init__(self):
+        raise TypeError("plans are made by SwapManager.plan")
+
+    def __dealloc__(self):
+        cdef int64_t t
+        if self.plan.parts != NULL:
+            for t in range(self.tables):
+                ec_part_free(&self.plan.parts[t])
+            free(self.plan.parts)
+
+    cdef object view(self, str name, object block, void *at, int64_t items, object dtype):
+        array = self.arrays.get(name)
+        if array is None:
+            if items == 0:
+                array = np.empty(0, dtype)
+            else:
+                array = np.frombuffer(block, dtype, items, <char *>at - <char *>(<_Block>block).data)
+            array.flags.writeable = False
+            self.arrays[name] = array
+        return array
+
+    @property
+    def state(self):
+        return _STATES[self.plan.state]
+
+    @property
+    def inverse(self):
+        return self.view("inverse", self.front, self.out.inverse, self.num_keys, np.int64)
+
+    @property
+    def occurrence_order(self):
+        return self.view("occurrence_order", self.front, self.out.order, self.num_keys, np.int64)
+
+    @property
+    def table_offsets(self):
+        return self.view("table_offsets", self.back, self.out.table_offsets, self.tables + 1, np.int64)
+
+    @property
+    def unique_offsets(self):
+        return self.view("unique_offsets", self.back, self.out.unique_offsets, self.tables + 1, np.int64)
+
+    @property
+    def segment_offsets(self):
+        return self.view("segment_offsets", self.back, self.out.segment_offsets, self.num_uniques + 1, np.int64)
+
+    @property
+    def unique_keys(self):
+        return self.view("unique_keys", self.back, self.out.unique_keys, self.num_uniques, np.int64)
+
+    @property
+    def slots(self):
+        return self.view("slots", self.back, self.out.slots, self.num_uniques, np.int64)
+
+    @property
+    def admitted(self):
+        return self.view("admitted", self.back, self.out.admitted, self.num_uniques, np.uint8)
+
+    @property
+    def swap_in_offsets(self):
+        return self.view("swap_in_offsets", self.back, self.out.in_offsets, self.tables + 1, np.int64)
+
+    @property
+    def swap_in_keys(self):
+        return self.view("swap_in_keys", self.back, self.out.in_keys, self.out.in_offsets[self.tables], np.int64)
+
+    @property
+    def swap_in_slots(self):
+        return self.view("swap_in_slots", self.back, self.out.in_slots, self.out.in_offsets[self.tables], np.int64)
+
+    @property
+    def swap_in_rows(self):
+        return self.view("swap_in_rows", self.back, self.out.in_rows, self.out.in_offsets[self.tables], np.int64)
+
+    @property
+    def swap_out_offsets(self):
+        return self.view("swap_out_offsets", self.back, self.out.out_offsets, self.tables + 1, np.int64)
+
+    @property
+    def swap_out_keys(self):
+        return self.view("swap_out_keys", self.back, self.out.out_keys, self.out.out_offsets[self.tables], np.int64)
+
+    @property
+    def swap_out_slots(self):
+        return self.view("swap_out_slots", self.back, self.out.out_slots, self.out.out_offsets[self.tables], np.int64)
+
+    @property
+    def swap_out_rows(self):
+        return self.view("swap_out_rows", self.back, self.out.out_rows, self.out.out_offsets[self.tables], np.int64)
+
+    @property
+    def table_hits(self):
+        return self.view("table_hits", self.back, self.out.hits, self.tables, np.int64)
+
+    @property
+    def table_misses(self):
+        return self.view("table_misses", self.back, self.out.misses, self.tables, np.int64)
+
+    def __repr__(self):
+        return f"Plan(step={self.step}, state={self.state!r}, keys={self.num_keys}, uniques={self.num_uniques}, hits={self.hits}, misses={self.misses})"
+
+
+@final
+cdef class SwapManager:
+    """Plans which rows are in HBM, for all tables of a collection.
+
+    Parameters
+    ----------
+    tables : sequence of Table
+        Host tables, distinct.
+    capacities : sequence of int
+        Slots of each table, 1 to 2**31 - 1.
+    filters : sequence of AdmitAndEvictConfig or None, optional
+        One entry a table; a table with a filter must have been made ``with_filter``.
+    policy : str
+        ``"lru"``.
+    num_threads : int, optional
+        At most this many threads plan a batch; nothing observable depends on it.
+
+    Raises
+    ------
+    ConfigError
+        If an argument does not fit.
+    HostMemoryError
+
+    Notes
+    -----
+    Life of a plan: `plan`; rows of ``swap_out_*`` copied to the host, `mark_swapped_out`; rows of ``swap_in_*`` copied to
+    HBM, `mark_swapped_in`; the batch trains; `finish`. Swaps happen in the order of the plans: out 1, in 1, out 2, in 2,
+    so a row read for a batch has the write-backs of every earlier one (I5). Finishing may happen in any order.
+
+    Thread safety: calls may come from any thread; one at a time runs.
+    """
+
+    def __cinit__(self, tables, capacities, filters=None, *, policy="lru", num_threads=None):
+        memset(&self.work, 0, sizeof(ec_work))
+        self.overlays = NULL
+        self.plans = NULL
+        self.plan_room = 0
+        self.mutex_ready = 0
+        self.closed = 1
+        self.pid = os.getpid()
+        self.number = next(_manager_numbers)
+        self.unfinished = []
+
+        self.tables = list(tables)
+        cdef int64_t count = len(self.tables)
+        capacities = list(capacities)
+        configs = [None] * count if filters is None else list(filters)
+        _policy(policy, None)
+        self.num_threads = resolve_threads(num_threads)
+        if count == 0:
+            raise ConfigError("tables: none given; a SwapManager needs at least one")
+        if len(capacities) != count or len(configs) != count:
+            raise ConfigError(f"{count} tables, {len(capacities)} capacities, {len(configs)} filters; give one of each a table")
+        if len(set(map(id, self.tables))) != count:
+            raise ConfigError("tables: a table is given twice; give each once")
+        for table, capacity, config in zip(self.tables, capacities, configs):
+            if not isinstance(table, Table):
+                raise ConfigError(f"tables: {table!r} is not a Table")
+            (<Table>table).check_process()
+            self.check_capacity(table, capacity)
+            if config is not None and not isinstance(config, AdmitAndEvictConfig):
+                raise ConfigError(f"table {table.name!r}: filter = {config!r}; give an AdmitAndEvictConfig or None")
+            if config is not None and not table.with_filter:
+                raise ConfigError(f"table {table.name!r} has a filter but no counters; make it with with_filter=True")
+
+        self.filters = [None if config is None else FeatureFilter(config, secrets.randbits(64)) for config in configs]
+        self.work.tables = count
+        self.work.find = table_find
+        self.work.bear = table_insert
+        self.work.dedup_count = min(self.num_threads, EC_THREADS_MAX)
+        self.work.seed[0] = secrets.randbits(64)
+        self.work.seed[1] = secrets.randbits(64) | 1
+        self.work.sides = <ec_side *>calloc(count, sizeof(ec_side))
+        self.work.calls = <ec_dedup_call *>calloc(count, sizeof(ec_dedup_call))
+        self.overlays = <ec_overlay *>calloc(count, sizeof(ec_overlay))
+        if self.work.sides == NULL or self.work.calls == NULL or self.overlays == NULL:
+            raise _host_memory("making a planner")
+        cdef int64_t t
+        cdef ec_side *side
+        for t in range(count):
+            side = &self.work.sides[t]
+            side.table = (<Table>self.tables[t]).t
+            if self.filters[t] is not None:
+                side.filter = &(<FeatureFilter>self.filters[t]).f
+            if ec_cache_init(&side.cache, capacities[t], secrets.randbits(64)) != EC_OK:
+                raise _host_memory(f"making {capacities[t]} slots for table {self.tables[t].name!r}")
+            side.cache.row_free = ec_side_row_free
+            side.cache.table = side.table
+        self.default_bases()
+        if pthread_mutex_init(&self.mutex, NULL) != 0:
+            raise _host_memory("making a planner")
+        self.mutex_ready = 1
+        self.closed = 0
+
+    def __dealloc__(self):
+        if self.pid != os.getpid():  # a forked child must not unmap: the parent's memory is not in it
+            return
+        self.free_all()
+        if self.mutex_ready:
+            pthread_mutex_destroy(&self.mutex)
+
+    cdef void default_bases(self) noexcept:
+        cdef int64_t t, base = 0
+        for t in range(self.work.tables):
+            self.work.sides[t].base = base
+            base += self.work.sides[t].cache.capacity + 1
+
+    cdef int check_capacity(self, object table, object capacity) except -1:
+        """Raise ConfigError unless `capacity` is a legal number of slots for `table`."""
+        if isinstance(capacity, bool) or not hasattr(capacity, "__index__") or not 1 <= capacity.__index__() <= MAX_CAPACITY:
+            raise ConfigError(f"table {table.name!r}: capacity = {capacity!r}; give an integer from 1 to {MAX_CAPACITY}")
+
+    # ------------------------------------------------------------------------------------------------- doors and locks
+
+    cdef int enter(self) except -1:
+        """Take the mutex; ForkError in a child, ClosedError after close. Paired with leave()."""
+        if self.pid != os.getpid():
+            raise ForkError(f"this SwapManager was made in process {self.pid}; a forked child may not use it, make one there")
+        if self.mutex_ready:
+            with nogil:
+                pthread_mutex_lock(&self.mutex)
+            if not self.closed:
+                return 0
+            pthread_mutex_unlock(&self.mutex)
+        raise ClosedError("this SwapManager is closed")
+
+    cdef void leave(self) noexcept:
+        pthread_mutex_unlock(&self.mutex)
+
+    cdef int64_t lock_tables(self, int write) noexcept nogil:
+        """Lock every host table in order. The number locked: fewer than there are where the next one is closed."""
+        cdef int64_t t
+        for t in range(self.work.tables):
+            if table_lock(self.work.sides[t].table, write) != EC_OK:
+                self.unlock_tables(t)
+                return t
+        return self.work.tables
+
+    cdef void unlock_tables(self, int64_t count) noexcept nogil:
+        cdef int64_t t
+        for t in range(count):
+            table_unlock(self.work.sides[t].table)
+
+    cdef int lock_all(self) except -1:
+        """Lock every host table for writing, or raise ClosedError naming the one that is closed."""
+        cdef int64_t locked
+        with nogil:
+            locked = self.lock_tables(1)
+        if locked < self.work.tables:
+            raise ClosedError(f"table {self.tables[locked].name!r} is closed")
+
+    cdef int table_number(self, object table) except -1:
+        if isinstance(table, bool) or not hasattr(table, "__index__") or not 0 <= table.__index__() < self.work.tables:
+            raise ConfigError(f"table = {table!r}; give a table's number, 0 to {self.work.tables - 1}")
+        return table.__index__()
+
+    cdef int check_settled(self, str doing) except -1:
+        """Raise PlanError while a plan is unfinished."""
+        if self.unfinished:
+            raise PlanError(f"{doing} while {len(self.unfinished)} plans are unfinished, the oldest of step {self.unfinished[0].step}; finish or cancel them first")
+
+    # ------------------------------------------------------------------------------------------------------------ plan
+
+    def plan(self, keys, table_offsets, timestamps=None):
+        """Plan one training batch.
+
+        Parameters
+        ----------
+        keys : int64[n], C-contiguous
+            Keys of all tables, table by table. Any value, any number of times.
+        table_offsets : int64[T + 1]
+            Table t's keys are ``keys[table_offsets[t]:table_offsets[t + 1]]``.
+        timestamps : int64[n], optional
+            Event times of the keys; needed where a table evicts by time.
+
+        Returns
+        -------
+        Plan
+
+        Raises
+        ------
+        ShapeError
+            An array is not int64, not contiguous or of the wrong length, or offsets do not rise from 0 to n.
+        ConfigError
+            A table needs timestamps and has keys, but none are given.
+        HbmCapacityError
+            A table has too few slots that no unfinished batch pins.
+        HostMemoryError
+            In each case everything is as it was.
+        """
+        cdef const int64_t[::1] key_view = _int64_array("keys", keys, -1)
+        cdef int64_t n = key_view.shape[0]
+        cdef const int64_t[::1] offset_view = _int64_array("table_offsets", table_offsets, self.work.tables + 1)
+        cdef const int64_t[::1] time_view = None if timestamps is None else _int64_array("timestamps", timestamps, n)
+        cdef const int64_t *times = &time_view[0] if timestamps is not None and n > 0 else NULL
+        cdef int64_t t, locked
+        cdef int status = EC_OK
+        if offset_view[0] != 0 or offset_view[self.work.tables] != n:
+            raise ShapeError(f"table_offsets: run from {offset_view[0]} to {offset_view[self.work.tables]}; for {n} keys give 0 to {n}")
+        for t in range(self.work.tables):
+            if offset_view[t + 1] < offset_view[t]:
+                raise ShapeError(f"table_offsets: {offset_view[t + 1]} follows {offset_view[t]} at table {self.tables[t].name!r}; offsets must not fall")
+            if offset_view[t + 1] - offset_view[t] > EC_DEDUP_MAX_KEYS:
+                raise ShapeError(f"table {self.tables[t].name!r}: {offset_view[t + 1] - offset_view[t]} keys in one batch; the limit is {EC_DEDUP_MAX_KEYS}")
+            if timestamps is None and offset_view[t + 1] > offset_view[t] and self.filters[t] is not None and self.filters[t].config.needs_timestamps:
+                raise ConfigError(f'table {self.tables[t].name!r} evicts by time but the batch has no timestamps; give them, or set time_source="step"')
+
+        self.enter()
+        cdef Plan plan
+        try:
+            plan = Plan.__new__(Plan)
+            plan.plan.parts = <ec_part *>calloc(self.work.tables, sizeof(ec_part))
+            if plan.plan.parts == NULL or self.reserve_plan() != EC_OK:
+                raise _host_memory("planning a batch")
+            plan.tables = self.work.tables
+            plan.owner = self.number
+            plan.front = _Block()
+            plan.back = _Block()
+            self.work.parts = plan.plan.parts
+            memset(&self.work.out, 0, sizeof(ec_arrays))
+            with nogil:
+                locked = self.lock_tables(1)
+                if locked == self.work.tables:
+                    status = self.run(&key_view[0] if n > 0 else NULL, &offset_view[0], times, self.last_step + 1)
+                    self.unlock_tables(locked)
+            if locked < self.work.tables:
+                raise ClosedError(f"table {self.tables[locked].name!r} is closed")
+            (<_Block>plan.front).data = self.work.out.front
+            (<_Block>plan.front).size = n * 16
+            (<_Block>plan.back).data = self.work.out.back
+            (<_Block>plan.back).size = self.work.out.back_bytes
+            self.work.parts = NULL
+            if status != EC_OK:
+                raise self.failure(plan, status)
+            self.last_step += 1
+            plan.step = plan.plan.step = self.last_step
+            plan.plan.state = EC_PLANNED
+            plan.out = self.work.out
+            plan.num_keys = n
+            plan.num_uniques = plan.out.unique_offsets[plan.tables]
+            plan.misses = plan.out.in_offsets[plan.tables]
+            for t in range(plan.tables):
+                plan.hits += plan.out.hits[t]
+            self.plans[len(self.unfinished)] = &plan.plan
+            self.unfinished.append(plan)
+            self.epoch += 1
+            return plan
+        finally:
+            self.leave()
+
+    cdef int reserve_plan(self) noexcept:
+        """Room for one more unfinished plan in the list that C reads."""
+        cdef int64_t room
+        cdef ec_plan **wider
+        if len(self.unfinished) < self.plan_room:
+            return EC_OK
+        room = 2 * self.plan_room + 8
+        wider = <ec_plan **>realloc(self.plans, room * sizeof(ec_plan *))
+        if wider == NULL:
+            return EC_NOMEM
+        self.plans = wider
+        self.plan_room = room
+        return EC_OK
+
+    cdef int run(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step) noexcept nogil:
+        """All phases. On failure the state is as it was; parts[t].status says which table it was."""
+        cdef ec_work *w = &self.work
+        cdef int64_t t
+        cdef int threads = self.num_threads if offsets[w.tables] >= SMALL_CALL else 1
+        cdef int status = ec_work_begin(w, keys, offsets, timestamps, step)
+        if status == EC_OK:
+            status = self.dedup(threads)
+        if status == EC_OK:
+            status = ec_work_chunk(w)
+        if status != EC_OK:
+            return status
+
+        parallel_for(ec_phase_lookup, w, w.chunks.size, threads)
+        parallel_for(ec_phase_decide, w, w.tables, threads)
+        for t in range(w.tables):
+            if w.parts[t].status != EC_OK:
+                status = w.parts[t].status
+                break
+        if status == EC_OK:
+            status = ec_arrays_reserve(w)
+        if status == EC_OK:
+            parallel_for(ec_phase_bear, w, w.tables, threads)
+            for t in range(w.tables):
+                if w.parts[t].totals[EC_BORN] >= EC_BEAR_ALONE:
+                    ec_bear(w, t, threads)
+            for t in range(w.tables):
+                if w.parts[t].status != EC_OK:
+                    status = w.parts[t].status
+                    break
+        if status != EC_OK:
+            self.undo(w.parts)
+            return status
+
+        parallel_for(ec_phase_place, w, w.tables, threads)
+        ec_arrays_out_offsets(w)
+        parallel_for(ec_phase_emit, w, w.tables, threads)
+        return EC_OK
+
+    cdef int dedup(self, int threads) noexcept nogil:
+        """Uniques, inverse and CSR of every table."""
+        cdef ec_work *w = &self.work
+        cdef ec_dedup_call *call
+        cdef int64_t t, small = 0
+        parallel_for(ec_phase_dedup, w, w.small.size, threads)
+        w.dedup_status = EC_OK
+        for t in range(w.tables):
+            if small < w.small.size and (<int64_t *>w.small.data)[small] == t:
+                small += 1
+                if w.parts[t].status != EC_OK:
+                    return w.parts[t].status
+                continue
+            call = w.large = &w.calls[t]
+            parallel_for(ec_phase_block_count_parts, w, call.blocks, threads)
+            ec_dedup_layout(call)
+            parallel_for(ec_phase_block_scatter, w, call.blocks, threads)
+            parallel_for(ec_phase_part_run, w, EC_PARTS, threads)
+            if w.dedup_status != EC_OK:
+                return w.dedup_status
+            ec_dedup_number(call)
+            parallel_for(ec_phase_block_number, w, call.blocks, threads)
+            ec_dedup_sum(call)
+            parallel_for(ec_phase_block_inverse, w, call.blocks, threads)
+            parallel_for(ec_phase_part_order, w, EC_PARTS, threads)
+        return EC_OK
+
+    cdef void undo(self, ec_part *parts) noexcept nogil:
+        cdef int64_t t
+        for t in range(self.work.tables):
+            ec_plan_undo(&self.work.sides[t], &parts[t])
+
+    cdef object failure(self, Plan plan, int status):
+        """The exception for a plan that failed and has been undone."""
+        cdef int64_t t
+        cdef ec_part *part
+        for t in range(plan.tables):
+            part = &plan.plan.parts[t]
+            if status == EC_CAPACITY and part.status == EC_CAPACITY:
+                capacity = self.work.sides[t].cache.capacity
+                name = self.tables[t].name
+                if part.need > capacity:
+                    remedy = f"the batch alone does not fit: give the table at least {part.need} slots (hbm_rows, hbm_bytes) or use smaller batches"
+                else:
+                    remedy = "the others are pinned by unfinished batches: finish one first, plan fewer batches ahead, or give the table more slots (hbm_rows, hbm_bytes)"
+                return HbmCapacityError(
+                    f"table {name!r}: the batch needs {part.need} slots, {part.have} of {capacity} can be had; {remedy}",
+                    table=name, need=part.need, have=part.have, never_fits=part.need > capacity,
+                )
+        if status == EC_LIMIT:
+            return HostMemoryError("planning a batch: a table or filter is at its limit of keys; nothing has changed")
+        return _host_memory("planning a batch")
+
+    # --------------------------------------------------------------------------------------------------- life of a plan
+
+    cdef int64_t order_of(self, Plan plan, int state, str doing) except -1:
+        """Index of an unfinished plan of ours that is in `state`; PlanError otherwise."""
+        if plan.owner != self.number:
+            raise PlanError(f"{doing}: the plan of step {plan.step} belongs to another SwapManager")
+        if plan.plan.state != state:
+            raise PlanError(f"{doing}: the plan of step {plan.step} is {_STATES[plan.plan.state]}; it must be {_STATES[state]}")
+        return self.unfinished.index(plan)
+
+    cdef int forget(self, int64_t at) except -1:
+        """Take plan number `at` off the list of unfinished ones."""
+        cdef int64_t i
+        del self.unfinished[at]
+        for i in range(at, len(self.unfinished)):
+            self.plans[i] = &(<Plan>self.unfinished[i]).plan
+
+    def cancel(self, Plan plan not None):
+        """Undo the newest unfinished plan, whose rows have not been moved: everything is as if it had not been made.
+
+        Raises
+        ------
+        PlanError
+            If it is not the newest, or its swap-out has been done. Nothing changes.
+        """
+        cdef int64_t t
+        self.enter()
+        try:
+            at = self.order_of(plan, EC_PLANNED, "cancel")
+            if at != len(self.unfinished) - 1:
+                raise PlanError(f"cancel: step {self.unfinished[len(self.unfinished) - 1].step} was planned after step {plan.step}; cancel the newest plan first")
+            self.lock_all()
+            with nogil:
+                self.undo(plan.plan.parts)
+                for t in range(plan.tables):
+                    for i in range(EC_TOTALS):
+                        self.work.sides[t].totals[i] -= plan.plan.parts[t].totals[i]
+                    ec_part_free(&plan.plan.parts[t])
+                self.unlock_tables(self.work.tables)
+            plan.plan.state = EC_CANCELLED
+            self.forget(at)
+            self.last_step -= 1
+            self.epoch += 1
+        finally:
+            self.leave()
+
+    def mark_swapped_out(self, Plan plan not None):
+        """The rows of ``swap_out_*`` are in the host table now.
+
+        Raises
+        ------
+        PlanError
+            If an earlier plan has not been swapped in, or this one was swapped out before.
+        """
+        cdef int64_t t
+        self.enter()
+        try:
+            at = self.order_of(plan, EC_PLANNED, "swap-out")
+            self.check_turn(at, "swapped out")
+            self.lock_all()
+            with nogil:
+                for t in range(plan.tables):
+                    ec_plan_swapped_out(&self.work.sides[t], &plan.plan.parts[t])
+                self.unlock_tables(self.work.tables)
+            plan.plan.state = EC_SWAPPED_OUT
+            self.epoch += 1
+        finally:
+            self.leave()
+
+    def mark_swapped_in(self, Plan plan not None):
+        """The rows of ``swap_in_*`` are in their slots now.
+
+        Raises
+        ------
+        PlanError
+            If the plan has not been swapped out, or was swapped in before.
+        """
+        self.enter()
+        try:
+            self.check_turn(self.order_of(plan, EC_SWAPPED_OUT, "swap-in"), "swapped in")
+            plan.plan.state = EC_SWAPPED_IN
+            self.epoch += 1
+        finally:
+            self.leave()
+
+    cdef int check_turn(self, int64_t at, str doing) except -1:
+        """PlanError unless every plan before number `at` has been swapped in."""
+        for earlier in self.unfinished[:at]:
+            if (<Plan>earlier).plan.state < EC_SWAPPED_IN:
+                raise PlanError(f"step {self.unfinished[at].step} cannot be {doing} before step {earlier.step} is swapped in; swap in the order of the plans")
+
+    def finish(self, Plan plan not None):
+        """The batch has trained, or its result was given up: its pins end, what it evicted is gone for good.
+
+        Raises
+        ------
+        PlanError
+            If the plan has not been swapped in, or was finished before.
+        """
+        cdef int64_t t
+        self.enter()
+        try:
+            at = self.order_of(plan, EC_SWAPPED_IN, "finish")
+            self.lock_all()
+            with nogil:
+                for t in range(plan.tables):
+                    ec_plan_finish(&self.work.sides[t], &plan.plan.parts[t])
+                self.unlock_tables(self.work.tables)
+            plan.plan.state = EC_FINISHED
+            self.forget(at)
+            self.epoch += 1
+        finally:
+            self.leave()
+
+    # ---------------------------------------------------------------------------------------------------- slots and rows
+
+    def grow(self, table, new_capacity):
+        """Give a table more slots; residents keep theirs (counted from the table's base).
+
+        Raises
+        ------
+        PlanError
+            While a plan is unfinished.
+        ConfigError
+            If `new_capacity` is not an integer from the present capacity to 2**31 - 1.
+        HostMemoryError
+        """
+        cdef ec_side *side
+        cdef int64_t capacity
+        cdef int status
+        self.enter()
+        try:
+            self.check_settled("grow")
+            side = &self.work.sides[self.table_number(table)]
+            self.check_capacity(self.tables[table], new_capacity)
+            capacity = new_capacity
+            if capacity < side.cache.capacity:
+                raise ConfigError(f"table {self.tables[table].name!r}: new_capacity = {capacity} is below the present {side.cache.capacity}; slots cannot be taken away")
+            if capacity == side.cache.capacity:
+                return
+            with nogil:
+                status = ec_cache_grow(&side.cache, capacity)
+            if status != EC_OK:
+                raise _host_memory(f"growing table {self.tables[table].name!r} to {capacity} slots")
+            if not self.bases_given:
+                self.default_bases()
+            self.epoch += 1
+        finally:
+            self.leave()
+
+    def set_bases(self, bases):
+        """Say where each table's slots begin in the whole buffer (int64[T]); the constant slot follows the last one.
+
+        Raises
+        ------
+        PlanError
+            While a plan is unfinished.
+        """
+        cdef const int64_t[::1] view = _int64_array("bases", bases, self.work.tables)
+        cdef int64_t t
+        for t in range(self.work.tables):
+            if view[t] < 0:
+                raise ConfigError(f"bases: {view[t]} for table {self.tables[t].name!r}; give a number >= 0")
+        self.enter()
+        try:
+            self.check_settled("set_bases")
+            for t in range(self.work.tables):
+                self.work.sides[t].base = view[t]
+            self.bases_given = 1
+            self.epoch += 1
+        finally:
+            self.leave()
+
+    cdef int overlay(self, int64_t t) except -1:
+        """Make table t's overlay of unfinished plans current."""
+        cdef ec_overlay *overlay = &self.overlays[t]
+        cdef int64_t count = len(self.unfinished)
+        cdef int status
+        if overlay.epoch == self.epoch and self.epoch > 0:
+            return 0
+        with nogil:
+            status = ec_overlay_make(overlay, &self.work.sides[t], t, self.plans, count)
+        if status != EC_OK:
+            overlay.epoch = 0
+            raise _host_memory("looking at unfinished plans")
+        overlay.epoch = self.epoch
+        return 0
+
+    def peek(self, keys, table):
+        """Where the rows of keys are now, as of the last finished training batch (I6). Changes nothing.
+
+        Parameters
+        ----------
+        keys : int64[n]
+        table : int
+
+        Returns
+        -------
+        slots : int64[n]
+            Slot in the whole buffer, or -1.
+        rows : int64[n]
+            Row index in the host table, or -1.
+        state : uint8[n]
+            `PEEK_SLOT`: read the slot. `PEEK_ROW`: read the host row. `PEEK_ABSENT`: the key has no row and reads its
+            initial value. `PEEK_DEFAULT`: the key has no row and reads the filter's default value.
+
+        Notes
+        -----
+        The answer holds until the next call that changes the manager.
+        """
+        cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
+        cdef int64_t n = view.shape[0]
+        slots = np.empty(n, np.int64)
+        rows = np.empty(n, np.int64)
+        state = np.empty(n, np.uint8)
+        cdef int64_t[::1] slot_view = slots
+        cdef int64_t[::1] row_view = rows
+        cdef uint8_t[::1] state_view = state
+        cdef int64_t t
+        self.enter()
+        try:
+            t = self.table_number(table)
+            self.overlay(t)
+            if n > 0:
+                if table_lock(self.work.sides[t].table, 0) != EC_OK:
+                    raise ClosedError(f"table {self.tables[t].name!r} is closed")
+                with nogil:
+                    ec_peek(&self.overlays[t], &self.work.sides[t], &view[0], n, &slot_view[0], &row_view[0], &state_view[0])
+                    table_unlock(self.work.sides[t].table)
+            return slots, rows, state
+        finally:
+            self.leave()
+
+    def drop(self, table, keys):
+        """Forget the resident copies of keys: what they hold is discarded, their counters go to the host columns.
+
+        For changes of host rows from outside: drop first, then change.
+
+        Returns
+        -------
+        int
+            Copies dropped.
+
+        Raises
+        ------
+        PinnedKeyError
+            If an unfinished plan uses, moves, made or evicted one of the keys. Nothing is dropped then.
+        """
+        cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
+        cdef int64_t n = view.shape[0]
+        cdef int64_t t, first, dropped = 0
+        self.enter()
+        try:
+            t = self.table_number(table)
+            if n == 0:
+                return 0
+            self.overlay(t)
+            with nogil:
+                first = ec_first_in_use(&self.overlays[t], &self.work.sides[t], &view[0], n)
+            if first < n:
+                raise PinnedKeyError(f"table {self.tables[t].name!r}: key {view[first]} is in use by an unfinished batch; finish or cancel it first")
+            if table_lock(self.work.sides[t].table, 1) != EC_OK:
+                raise ClosedError(f"table {self.tables[t].name!r} is closed")
+            with nogil:
+                dropped = ec_side_drop(&self.work.sides[t], &view[0], n)
+                table_unlock(self.work.sides[t].table)
+            self.epoch += 1
+            return dropped
+        finally:
+            self.leave()
+
+    def residents(self, table):
+        """Keys with a slot, in slot order, those of unfinished plans included.
+
+        Returns
+        -------
+        keys, slots, rows, freq, ts : int64 arrays
+            Slots of the whole buffer, host rows, and the counters beside the slot (0 without a filter).
+        """
+        cdef int64_t t, slot, i = 0
+        cdef ec_side *side
+        cdef int64_t[:, ::1] view
+        self.enter()
+        try:
+            t = self.table_number(table)
+            side = &self.work.sides[t]
+            found = np.empty((5, side.cache.live), np.int64)
+            view = found
+            with nogil:
+                for slot in range(side.cache.capacity):
+                    if side.cache.state[slot] == EC_SLOT_LIVE:
+                        view[0, i] = side.cache.slots[slot].key
+                        view[1, i] = side.base + slot
+                        view[2, i] = side.cache.slots[slot].row
+                        view[3, i] = side.cache.slots[slot].freq
+                        view[4, i] = side.cache.slots[slot].last
+                        i += 1
+            return tuple(found)
+        finally:
+            self.leave()
+
+    # -------------------------------------------------------------------------------------------------------- filter state
+
+    cdef FeatureFilter filter_of(self, int64_t t):
+        """The filter of table t, or ConfigError."""
+        if self.filters[t] is None:
+            raise ConfigError(f"table {self.tables[t].name!r} has no filter")
+        return self.filters[t]
+
+    def filter_state(self, table):
+        """Counters of every key that the filter knows, unfinished plans included, wherever they are kept.
+
+        Returns
+        -------
+        dict
+            ``keys``, ``counts``, ``last`` (int64, sorted by key; last is -2**63 where there was no timestamp),
+            ``has_row`` (uint8), ``newest`` (int), ``step`` (int).
+
+        Raises
+        ------
+        ConfigError
+            If the table has no filter.
+        """
+        cdef int64_t t, i, got, cursor = 0, waiting
+        cdef ec_side *side
+        cdef FeatureFilter waiters
+        cdef int64_t[:, ::1] view
+        self.enter()
+        try:
+            t = self.table_number(table)
+            waiters = self.filter_of(t)
+            side = &self.work.sides[t]
+            waiting = waiters.size()
+            parts = []
+            if waiting > 0:
+                chunk = np.zeros((4, waiting), np.int64)
+                view = chunk
+                waiters.export(&view[0, 0], &view[1, 0], &view[2, 0])
+                parts.append(chunk)
+            if side.cache.live > 0:
+                chunk = np.ones((4, side.cache.live), np.int64)
+                view = chunk
+                got = 0
+                for i in range(side.cache.capacity):
+                    if side.cache.state[i] == EC_SLOT_LIVE:
+                        view[0, got] = side.cache.slots[i].key
+                        view[1, got] = side.cache.slots[i].freq
+                        view[2, got] = side.cache.slots[i].last
+                        got += 1
+                parts.append(chunk)
+            if table_lock(side.table, 0) != EC_OK:
+                raise ClosedError(f"table {self.tables[t].name!r} is closed")
+            try:
+                while True:
+                    chunk = np.empty((4, SCAN_ROWS), np.int64)
+                    view = chunk
+                    with nogil:
+                        got = ec_side_scan(side, &cursor, &view[0, 0], &view[1, 0], &view[2, 0], SCAN_ROWS)
+                    if got < 0:
+                        break
+                    chunk[3] = 1
+                    parts.append(chunk[:, :got])
+            finally:
+                table_unlock(side.table)
+            every = np.concatenate(parts, axis=1) if parts else np.empty((4, 0), np.int64)
+            every = every[:, np.argsort(every[0], kind="stable")]
+            return {
+                "keys": every[0].copy(), "counts": every[1].copy(), "last": every[2].copy(), "has_row": every[3].astype(np.uint8),
+                "newest": int(side.filter.newest), "step": int(self.last_step),
+            }
+        finally:
+            self.leave()
+
+    def load_filter_state(self, table, keys, counts, last, newest, step):
+        """Set the counters of keys: of those with a row beside it, of the others in the filter, which must be empty.
+
+        Parameters
+        ----------
+        table : int
+        keys, counts, last : int64[n]
+            Keys distinct, counts >= 0.
+        newest : int
+        step : int
+            Last training step, at least that of this manager.
+
+        Raises
+        ------
+        PlanError
+            While a plan is unfinished.
+        ConfigError, ShapeError, HostMemoryError
+            Nothing has changed.
+        """
+        cdef const int64_t[::1] key_view = _int64_array("keys", keys, -1)
+        cdef int64_t n = key_view.shape[0]
+        cdef const int64_t[::1] count_view = _int64_array("counts", counts, n)
+        cdef const int64_t[::1] last_view = _int64_array("last", last, n)
+        cdef int64_t t, newest_value = newest, step_value = step
+        cdef int status
+        if len(np.unique(keys)) != n:
+            raise ConfigError("keys: one is given twice; give each once")
+        if n > 0 and np.min(counts) < 0:
+            raise ConfigError(f"counts: {np.min(counts)} is negative")
+        self.enter()
+        try:
+            self.check_settled("load_filter_state")
+            t = self.table_number(table)
+            name = self.tables[t].name
+            if self.filter_of(t).size() > 0:
+                raise ConfigError(f"table {name!r}: its filter holds {self.filter_of(t).size()} keys already; load into a new manager")
+            if step_value < self.last_step:
+                raise ConfigError(f"step = {step_value} is before this manager's step {self.last_step}")
+            if table_lock(self.work.sides[t].table, 1) != EC_OK:
+                raise ClosedError(f"table {name!r} is closed")
+            with nogil:
+                status = ec_side_load(&self.work.sides[t], &key_view[0] if n > 0 else NULL, &count_view[0] if n > 0 else NULL,
+                                      &last_view[0] if n > 0 else NULL, n, newest_value)
+                table_unlock(self.work.sides[t].table)
+            if status != EC_OK:
+                raise _host_memory(f"loading the filter of table {name!r}")
+            self.last_step = step_value
+            self.epoch += 1
+        finally:
+            self.leave()
+
+    # -------------------------------------------------------------------------------------------------------- looking at it
+
+    @property
+    def num_tables(self):
+        return len(self.tables)
+
+    @property
+    def step(self):
+        """Number of the last planned training step; 0 before the first."""
+        return self.last_step
+
+    @property
+    def outstanding(self):
+        """Unfinished plans, oldest first."""
+        self.enter()
+        try:
+            return tuple(self.unfinished)
+        finally:
+            self.leave()
+
+    def capacity(self, table):
+        """Slots of a table, its constant slot not counted."""
+        return self.figure(table, "capacity")
+
+    def base(self, table):
+        """Where a table's slots begin in the whole buffer."""
+        return self.figure(table, "base")
+
+    def free_slots(self, table):
+        """Slots that hold no key."""
+        return self.figure(table, "free")
+
+    def pinned(self, table):
+        """Slots that unfinished plans use."""
+        return self.figure(table, "pinned")
+
+    cdef object figure(self, object table, str name):
+        """One number of a table, by its name in stats(), or its base."""
+        self.enter()
+        try:
+            side = self.table_number(table)
+            if name == "base":
+                return self.work.sides[side].base
+            return self.numbers(side)[name]
+        finally:
+            self.leave()
+
+    cdef dict numbers(self, int64_t t):
+        """Totals and present figures of table t."""
+        cdef ec_side *side = &self.work.sides[t]
+        return {
+            "hits": side.totals[EC_HITS],
+            "misses": side.totals[EC_MISSES],
+            "swap_in_rows": side.totals[EC_MISSES],
+            "swap_out_rows": side.totals[EC_SWAP_OUT_ROWS],
+            "admitted": side.totals[EC_ADMITTED],
+            "rejected": side.totals[EC_REJECTED],
+            "evicted": side.totals[EC_EVICTED],
+            "forgotten": side.totals[EC_FORGOTTEN],
+            "born": side.totals[EC_BORN],
+            "capacity": side.cache.capacity,
+            "resident": side.cache.live,
+            "free": side.cache.free.count,
+            "pinned": side.cache.pinned,
+        }
+
+    def stats(self):
+        """Totals since the start (cancelled plans do not count) and present figures, one dict a table.
+
+        ``hits``, ``misses``: unique keys of batches that were, or were not, resident; ``admitted``, ``rejected``: unique keys
+        that got a slot, or did not; ``evicted``: keys that a sweep took the row of; ``forgotten``: keys swept before they
+        had one; ``born``: rows made; ``swap_in_rows``, ``swap_out_rows``; ``capacity``, ``resident``, ``free``, ``pinned``: slots now.
+        """
+        self.enter()
+        try:
+            return [self.numbers(t) for t in range(self.work.tables)]
+        finally:
+            self.leave()
+
+    def check(self):
+        """Check the invariants of slots, order, filters and host tables.
+
+        Raises
+        ------
+        AssertionError
+            If one does not hold: our own mistake.
+        """
+        cdef int64_t t
+        cdef int status
+        self.enter()
+        try:
+            for t in range(self.work.tables):
+                if table_lock(self.work.sides[t].table, 0) != EC_OK:
+                    raise ClosedError(f"table {self.tables[t].name!r} is closed")
+                with nogil:
+                    status = ec_side_check(&self.work.sides[t])
+                    table_unlock(self.work.sides[t].table)
+                if status != EC_OK:
+                    raise AssertionError(f"planner, table {self.tables[t].name!r}: an invariant does not hold")
+        finally:
+            self.leave()
+
+    # ----------------------------------------------------------------------------------------------------------------- end
+
+    def close(self):
+        """Give the memory back. Counters of residents go to the host columns; their rows do not: write them back before.
+
+        Plans that were only made are undone, others count as finished. Closing twice is allowed.
+        """
+        cdef int64_t t, k, locked
+        if self.closed and self.pid == os.getpid():
+            return
+        self.enter()
+        try:
+            with nogil:
+                locked = self.lock_tables(1)
+            if locked == self.work.tables:
+                for k in reversed(range(len(self.unfinished))):
+                    if self.plans[k].state == EC_PLANNED:
+                        self.undo(self.plans[k].parts)
+                        self.plans[k].state = EC_CANCELLED
+                for plan in self.unfinished:
+                    if (<Plan>plan).plan.state != EC_CANCELLED:
+                        for t in range(self.work.tables):
+                            ec_plan_finish(&self.work.sides[t], &(<Plan>plan).plan.parts[t])
+                        (<Plan>plan).plan.state = EC_FINISHED
+                with nogil:
+                    for t in range(self.work.tables):
+                        ec_side_retire(&self.work.sides[t])
+                    self.unlock_tables(locked)
+            self.unfinished = []
+            self.closed = 1
+            self.free_all()
+        finally:
+            self.leave()
+
+    cdef void free_all(self) noexcept:
+        """Free every structure; what is not there yet, or no longer, is passed over."""
+        cdef int64_t t
+        for t in range(self.work.tables):
+            if self.work.sides != NULL:
+                ec_cache_free(&self.work.sides[t].cache)
+            if self.overlays != NULL:
+                ec_overlay_free(&self.overlays[t])
+        ec_work_free(&self.work)
+        free(self.work.sides)
+        free(self.overlays)
+        free(self.plans)
+        self.work.sides = NULL
+        self.overlays = NULL
+        self.plans = NULL
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+def simulate(keys, capacity, policy="lru", lookahead=None):
+    """Replay a trace of accesses through the planner's own policy, one key at a time.
+
+    Parameters
+    ----------
+    keys : int64[n]
+    capacity : int
+        Slots, 1 or more.
+    policy : str
+        ``"lru"``.
+    lookahead : int, optional
+        For policies that look ahead; ``"lru"`` does not.
+
+    Returns
+    -------
+    int
+        Hits.
+
+    Raises
+    ------
+    ConfigError, ShapeError, HostMemoryError
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> simulate(np.array([1, 2, 1, 3, 1, 2]), 2)
+    2
+    """
+    cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
+    cdef int64_t n = view.shape[0], slots, hits
+    cdef uint64_t seed = secrets.randbits(64)
+    _policy(policy, lookahead)
+    if isinstance(capacity, bool) or not hasattr(capacity, "__index__") or capacity.__index__() < 1:
+        raise ConfigError(f"capacity = {capacity!r}; give an integer of 1 or more")
+    slots = min(capacity.__index__(), max(n, 1), MAX_CAPACITY)
+    if n == 0:
+        return 0
+    with nogil:
+        hits = ec_simulate(&view[0], n, slots, seed)
+    if hits == EC_NOMEM:
+        raise _host_memory("simulating")
+    return hits
+
+
+def _fail_allocation(int64_t countdown):
+    """For tests: the planner's memory request number `countdown` from now (0: the next) fails, once; -1 turns it off."""
+    global ec_take_countdown
+    ec_take_countdown = countdown

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbTable", "hash_strings", "initializer_spec"]
 
+DEFAULT_INITIALIZER = Uniform(-0.05, 0.05)
+
 _MAX_STATE_DIM = 4 * MAX_EMBEDDING_DIM
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -56,7 +58,9 @@ def initializer_spec(initializer: Initializer) -> tuple[str, float, float]:
         return "normal", initializer.mean, initializer.std
     if isinstance(initializer, LinearRamp):
         return "linear_ramp", initializer.start, initializer.stop
-    raise ConfigError(f"initializer = {initializer!r}; give one of Zeros, Constant, Uniform, Normal, TruncatedNormal, LinearRamp")
+    raise ConfigError(
+        f"initializer = {initializer!r}; give one of Zeros, Constant, Uniform, Normal, TruncatedNormal, LinearRamp"
+    )
 
 
 def hash_strings(values: Iterable[str | bytes], salt: int = 0) -> npt.NDArray[np.int64]:
@@ -89,7 +93,11 @@ def hash_strings(values: Iterable[str | bytes], salt: int = 0) -> npt.NDArray[np
     """
     if isinstance(values, (str, bytes)):
         raise ShapeError(f"hash_strings: values = {values!r} is one string; give a sequence of strings")
-    if isinstance(salt, (bool, np.bool_)) or not hasattr(salt, "__index__") or not _INT64_MIN <= salt.__index__() < 2**64:
+    if (
+        isinstance(salt, (bool, np.bool_))
+        or not hasattr(salt, "__index__")
+        or not _INT64_MIN <= salt.__index__() < 2**64
+    ):
         raise ConfigError(f"hash_strings: salt = {salt!r}; give an integer from {_INT64_MIN} to {2**64 - 1}")
     if getattr(values, "ndim", 1) != 1:
         raise ShapeError(f"hash_strings: values has {values.ndim} dimensions; give one")  # type: ignore[attr-defined]
@@ -119,7 +127,9 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     try:
         array = np.asarray(keys)
     except (ValueError, OverflowError) as error:
-        raise ShapeError(f"{owner}: keys is not an array of integers ({error}); give a one-dimensional integer array") from None
+        raise ShapeError(
+            f"{owner}: keys is not an array of integers ({error}); give a one-dimensional integer array"
+        ) from None
     if array.ndim != 1:
         raise ShapeError(f"{owner}: keys has shape {array.shape}; give one dimension")
     if array.dtype == np.int64:
@@ -130,7 +140,9 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
         high = array > np.uint64(_INT64_MAX)
         if high.any():
             value = int(array[int(high.argmax())])
-            raise ShapeError(f"{owner}: key {value} exceeds {_INT64_MAX}; keys are int64: view the array as int64, or hash it")
+            raise ShapeError(
+                f"{owner}: key {value} exceeds {_INT64_MAX}; keys are int64: view the array as int64, or hash it"
+            )
     elif array.dtype == object:
         for value in array.tolist():
             if isinstance(value, bool) or not isinstance(value, int) or not _INT64_MIN <= value <= _INT64_MAX:
@@ -154,7 +166,7 @@ class EmbTable:
     dtype : str
         ``"float32"`` in this version.
     initializer : Initializer
-        Rule of the initial weights; the state of a new row is zero.
+        Rule of the initial weights, ``Uniform(-0.05, 0.05)`` unless given; the state of a new row is zero.
     seed : int
         Any int64.
     directory : path, optional
@@ -187,7 +199,7 @@ class EmbTable:
         *,
         state_dim: int = 0,
         dtype: str = "float32",
-        initializer: Initializer = Uniform(-0.05, 0.05),
+        initializer: Initializer = DEFAULT_INITIALIZER,
         seed: int = 0,
         directory: str | Path | None = None,
         num_threads: int | None = None,
@@ -198,14 +210,28 @@ class EmbTable:
         if dtype != "float32":
             raise ConfigError(f'{owner}: dtype = {dtype!r}; this version stores "float32" only')
         if directory is not None:
-            raise ConfigError(f"{owner}: directory = {directory!r}; this version keeps tables in memory only, leave it out")
-        for option, value, low, high in (("dim", dim, 1, MAX_EMBEDDING_DIM), ("state_dim", state_dim, 0, _MAX_STATE_DIM)):
-            if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__") or not low <= value.__index__() <= high:
+            raise ConfigError(
+                f"{owner}: directory = {directory!r}; this version keeps tables in memory only, leave it out"
+            )
+        for option, value, low, high in (
+            ("dim", dim, 1, MAX_EMBEDDING_DIM),
+            ("state_dim", state_dim, 0, _MAX_STATE_DIM),
+        ):
+            if (
+                isinstance(value, (bool, np.bool_))
+                or not hasattr(value, "__index__")
+                or not low <= value.__index__() <= high
+            ):
                 raise ConfigError(f"{owner}: {option} = {value!r}; give an integer from {low} to {high}")
         self.name = name
         self.initializer = initializer
         self._core = Table(
-            name, dim, state_dim=state_dim, initializer=initializer_spec(initializer), seed=seed, num_threads=num_threads
+            name,
+            dim,
+            state_dim=state_dim,
+            initializer=initializer_spec(initializer),
+            seed=seed,
+            num_threads=num_threads,
         )
         self._owner = owner
 
@@ -236,7 +262,9 @@ class EmbTable:
 
     # ------------------------------------------------------------------------------------------------------------ rows
 
-    def lookup(self, keys: npt.ArrayLike, out: npt.NDArray[np.float32] | None = None, *, insert: bool = True) -> npt.NDArray[np.float32]:
+    def lookup(
+        self, keys: npt.ArrayLike, out: npt.NDArray[np.float32] | None = None, *, insert: bool = True
+    ) -> npt.NDArray[np.float32]:
         """Return the weights of each key.
 
         Parameters
@@ -268,7 +296,9 @@ class EmbTable:
         if out.shape != shape:
             raise ShapeError(f"{self._owner}: out has shape {out.shape}; give {shape}")
         if not out.flags.c_contiguous or not out.flags.writeable:
-            raise ShapeError(f"{self._owner}: out is read-only or not C-contiguous; give a writeable, C-contiguous array")
+            raise ShapeError(
+                f"{self._owner}: out is read-only or not C-contiguous; give a writeable, C-contiguous array"
+            )
 
     def find(self, keys: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the row index of each key, -1 where absent: int64 (n,)."""
@@ -300,7 +330,9 @@ class EmbTable:
         if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
             array = array.astype(np.float32)  # an empty list has no dtype of its own
         if not np.can_cast(array.dtype, np.float32, casting="safe"):
-            raise ShapeError(f"{self._owner}: {what} has dtype {array.dtype}; give float32 (cast it yourself if losing digits is meant)")
+            raise ShapeError(
+                f"{self._owner}: {what} has dtype {array.dtype}; give float32 (cast it yourself if losing digits is meant)"
+            )
         if array.shape == (0,) and count == 0:
             array = array.reshape(0, width)
         if array.shape != (count, width):
@@ -346,7 +378,11 @@ class EmbTable:
         ChangedError
             If the table changed since the iteration began.
         """
-        if isinstance(batch_rows, (bool, np.bool_)) or not hasattr(batch_rows, "__index__") or batch_rows.__index__() < 1:
+        if (
+            isinstance(batch_rows, (bool, np.bool_))
+            or not hasattr(batch_rows, "__index__")
+            or batch_rows.__index__() < 1
+        ):
             raise ConfigError(f"{self._owner}: batch_rows = {batch_rows!r}; give an integer >= 1")
         return self._batches(batch_rows.__index__(), self._core.version)
 
@@ -369,7 +405,9 @@ class EmbTable:
 
     def _check_version(self, version: int) -> None:
         if self._core.version != version:
-            raise ChangedError(f"{self._owner}: changed during items(); collect the keys first, or change it afterwards")
+            raise ChangedError(
+                f"{self._owner}: changed during items(); collect the keys first, or change it afterwards"
+            )
 
     def __len__(self) -> int:
         return len(self._core)
@@ -400,7 +438,9 @@ class EmbTable:
         len(self._core)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:

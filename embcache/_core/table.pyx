@@ -9,7 +9,6 @@ Thread safety: each door takes the table's reader-writer lock with the GIL relea
 alone, `close` waits for all. The nogil functions take no lock.
 """
 
-import os
 import secrets
 
 import numpy as np
@@ -21,7 +20,6 @@ from libc.math cimport isfinite
 from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
-from posix.types cimport pid_t
 from posix.unistd cimport getpid
 
 from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_memory_room
@@ -265,7 +263,10 @@ cdef inline int _threads_for(int64_t n, int num_threads) noexcept nogil:
 cdef void _find_task(void *context, int64_t task) noexcept nogil:
     cdef Batch *b = <Batch *>context
     cdef int64_t begin = task * SPAN
-    ec_find_span(b.t, b.keys + begin, NULL if b.hashes == NULL else b.hashes + begin, _span_size(b.n, task), b.rows + begin)
+    cdef const uint64_t *hashes = b.hashes
+    if hashes != NULL:
+        hashes += begin
+    ec_find_span(b.t, b.keys + begin, hashes, _span_size(b.n, task), b.rows + begin)
 
 
 cdef void table_find(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows,
@@ -906,7 +907,8 @@ cdef class Table:
         buffer.states = pointers
         buffer.widths = widths
         buffer.parts = part
-        buffer.places = NULL if places is None else &places[0]
+        if places is not None:
+            buffer.places = &places[0]
         self.enter(write)
         try:
             self.check_rows(rows, self.t.row_limit, "row index")
@@ -982,7 +984,7 @@ cdef class Table:
         dict
             rows, limbo_rows, free_rows, partitions, segments; row_bytes (weights and state of live rows), padding_bytes (what
             alignment adds to them), column_bytes (keys, flags, frequencies and timestamps of live rows), index_bytes,
-            slack_bytes (mapped, not holding a live row), other_bytes (extent lists and the like), total_bytes;
+            slack_bytes (mapped, not holding a live row), other_bytes (extent lists and the like), bytes;
             overhead_bytes_per_row (index, columns, slack and other, over the live rows; 0.0 when empty).
         """
         cdef ec_table_fields *t = <ec_table_fields *>self.t
@@ -1019,7 +1021,7 @@ cdef class Table:
                 "index_bytes": index_bytes,
                 "slack_bytes": slack,
                 "other_bytes": other,
-                "total_bytes": arenas + index_bytes + other,
+                "bytes": arenas + index_bytes + other,
                 "overhead_bytes_per_row": (t.live * column + index_bytes + slack + other) / t.live if t.live else 0.0,
             }
         finally:

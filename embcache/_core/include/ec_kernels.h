@@ -2,8 +2,7 @@
  *
  * A task is a contiguous range of rows, bags or uniques, found from its number alone; tasks write disjoint memory, so
  * a result does not depend on who runs them (I9). Each kernel is one always-inlined body with a baseline and an AVX2
- * clone. Rows are prefetched a fixed distance ahead through a small ring that also holds the pointers, so that the
- * index chase and the arithmetic are two tight loops.
+ * clone. Rows are prefetched a fixed distance ahead.
  */
 #ifndef EC_KERNELS_H
 #define EC_KERNELS_H
@@ -157,25 +156,22 @@ typedef struct {
     int64_t task_count;
 } ec_bags;
 
-/* Fills the ring up to position `stop`, prefetching as it goes; returns `stop` or `next`, whichever is further. */
-EC_ROW_FN int64_t ec_fill_positions(const ec_bags *bags, ec_source *ring, int64_t next, int64_t stop) {
-    for (; next < stop; next++) {
-        ec_source *source = &ring[next & EC_RING_MASK];
-        source->row = bags->weights + bags->slots[bags->inverse[next]] * bags->dim;
-        source->coef = bags->coefs ? bags->coefs[next] : 1.0f;
-        ec_prefetch_row(source->row, bags->dim);
-    }
-    return next;
+/* The rows of positions from `first` on. */
+EC_ROW_FN ec_feed ec_bags_feed(const ec_bags *bags, int64_t first, int64_t end) {
+    const ec_feed feed = {.base = bags->weights, .ids = bags->inverse, .places = bags->slots, .coefs = bags->coefs,
+                          .stride = bags->dim, .dim = bags->dim, .ahead = ec_prefetch_distance(bags->dim, 1),
+                          .next = first, .end = end};
+    return feed;
 }
 
 EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task) {
     const int64_t *offsets = bags->bag_offsets;
-    const int64_t dim = bags->dim, ahead = ec_prefetch_distance(dim, 1);
+    const int64_t dim = bags->dim;
     const int64_t first = ec_segment_share(offsets, bags->bag_count, task, bags->task_count);
     const int64_t last = ec_segment_share(offsets, bags->bag_count, task + 1, bags->task_count);
     ec_source ring[EC_RING];
     if (first >= last) return;
-    int64_t next = offsets[first];
+    ec_feed feed = ec_bags_feed(bags, offsets[first], offsets[last]);
     int64_t feature = first / bags->batch_size, sample = first % bags->batch_size;
     for (int64_t bag = first; bag < last; bag++) {
         const int64_t start = offsets[bag], end = offsets[bag + 1];
@@ -183,14 +179,12 @@ EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task) {
         if (start == end) memset(out, 0, (size_t)dim * 4);
         for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
             const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-            const int64_t fill = offsets[last] - stop < ahead ? offsets[last] : stop + ahead;
-            next = ec_fill_positions(bags, ring, next, fill);
             if (at == start) {
-                if (bags->coefs) ec_sum_rows(out, ring, at, stop - at, dim, 1, 0);
-                else ec_sum_rows(out, ring, at, stop - at, dim, 0, 0);
+                if (bags->coefs) ec_sum_rows(out, &feed, ring, at, stop, 1, 0);
+                else ec_sum_rows(out, &feed, ring, at, stop, 0, 0);
             } else {
-                if (bags->coefs) ec_sum_rows(out, ring, at, stop - at, dim, 1, 1);
-                else ec_sum_rows(out, ring, at, stop - at, dim, 0, 1);
+                if (bags->coefs) ec_sum_rows(out, &feed, ring, at, stop, 1, 1);
+                else ec_sum_rows(out, &feed, ring, at, stop, 0, 1);
             }
         }
         if (bags->feature_mean[feature] && end - start > 1) ec_divide_row(out, (float)(end - start), dim);
@@ -203,20 +197,19 @@ EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task) {
 
 EC_ROW_FN void ec_coef_grad_body(const ec_bags *bags, int64_t task) {
     const int64_t *offsets = bags->bag_offsets;
-    const int64_t dim = bags->dim, ahead = ec_prefetch_distance(dim, 1);
+    const int64_t dim = bags->dim;
     const int64_t first = ec_segment_share(offsets, bags->bag_count, task, bags->task_count);
     const int64_t last = ec_segment_share(offsets, bags->bag_count, task + 1, bags->task_count);
     ec_source ring[EC_RING];
     if (first >= last) return;
-    int64_t next = offsets[first];
+    ec_feed feed = ec_bags_feed(bags, offsets[first], offsets[last]);
     int64_t feature = first / bags->batch_size, sample = first % bags->batch_size;
     for (int64_t bag = first; bag < last; bag++) {
         const int64_t start = offsets[bag], end = offsets[bag + 1];
         const float *grad = bags->grad + sample * bags->width + bags->out_cols[feature];
         const float divisor = bags->feature_mean[feature] && end > start ? (float)(end - start) : 1.0f;
         for (int64_t at = start; at < end; at++) {
-            const int64_t fill = offsets[last] - at <= ahead ? offsets[last] : at + 1 + ahead;
-            next = ec_fill_positions(bags, ring, next, fill);
+            ec_feed_from(&feed, ring, at);
             bags->out[at - offsets[0]] = ec_dot(grad, ring[at & EC_RING_MASK].row, dim) / divisor;
         }
         if (++sample == bags->batch_size) {
@@ -301,27 +294,18 @@ static inline int64_t ec_hot_uniques(const ec_segments *seg, int64_t *uniques, i
     return count;
 }
 
-EC_ROW_FN int64_t ec_fill_occurrences(const ec_segments *seg, ec_source *ring, int64_t next, int64_t stop, int64_t end) {
-    for (; next < stop; next++) {
-        ec_source *source = &ring[next & EC_RING_MASK];
-        const int64_t position = seg->order[next] - seg->first_position;
-        /* The place of the gradient is a scattered read itself: fetch it long before. */
-        if (seg->sources && next + 32 < end) {
-            const int64_t later = seg->order[next + 32] - seg->first_position;
-            __builtin_prefetch(seg->sources + later);
-            if (seg->factors) __builtin_prefetch(seg->factors + later);
-        }
-        source->row = seg->grad + (seg->sources ? seg->sources[position] : position * seg->dim);
-        source->coef = seg->factors ? seg->factors[position] : 1.0f;
-        ec_prefetch_row(source->row, seg->dim);
-    }
-    return next;
+/* The gradients of occurrences from `first` on. */
+EC_ROW_FN ec_feed ec_segments_feed(const ec_segments *seg, int64_t first, int64_t end) {
+    const ec_feed feed = {.base = seg->grad, .ids = seg->order, .places = seg->sources, .coefs = seg->factors,
+                          .id_base = seg->first_position, .stride = seg->sources ? 1 : seg->dim, .dim = seg->dim,
+                          .ahead = ec_prefetch_distance(seg->dim, 1), .next = first, .end = end, .coefs_by_id = 1};
+    return feed;
 }
 
-/* Adds order[at..stop), at most one block, into `out`. */
-EC_ROW_FN void ec_sum_block(const ec_segments *seg, const ec_source *ring, int64_t at, int64_t stop, float *out) {
-    if (seg->factors) ec_sum_rows(out, ring, at, stop - at, seg->dim, 1, 0);
-    else ec_sum_rows(out, ring, at, stop - at, seg->dim, 0, 0);
+/* out = sum of occurrences [at, stop), at most one block. */
+EC_ROW_FN void ec_sum_block(ec_feed *feed, ec_source *ring, int64_t at, int64_t stop, float *out) {
+    if (feed->coefs) ec_sum_rows(out, feed, ring, at, stop, 1, 0);
+    else ec_sum_rows(out, feed, ring, at, stop, 0, 0);
 }
 
 /* Partial sums of the blocks of hot uniques; a task is EC_HOT_BLOCKS_A_TASK blocks. */
@@ -337,8 +321,8 @@ EC_ROW_FN void ec_hot_body(const ec_segments *seg, int64_t task) {
         const int64_t unique = seg->hot_uniques[hot], end = seg->offsets[unique + 1];
         const int64_t at = seg->offsets[unique] + (block - seg->hot_blocks[hot]) * EC_SUM_BLOCK;
         const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-        ec_fill_occurrences(seg, ring, at, stop, end);
-        ec_sum_block(seg, ring, at, stop, seg->partials + block * seg->dim);
+        ec_feed feed = ec_segments_feed(seg, at, stop);
+        ec_sum_block(&feed, ring, at, stop, seg->partials + block * seg->dim);
     }
 }
 
@@ -361,14 +345,14 @@ EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task) {
     const int64_t unique_count = seg->stop - seg->start;
     const int64_t first = seg->start + ec_segment_share(offsets, unique_count, task, seg->task_count);
     const int64_t last = seg->start + ec_segment_share(offsets, unique_count, task + 1, seg->task_count);
-    const int64_t dim = seg->dim, ahead = ec_prefetch_distance(dim, 1);
+    const int64_t dim = seg->dim;
     const int fused = seg->out == NULL;
     const int64_t rows_ahead = ec_prefetch_distance(dim, 1 + (seg->width0 == dim) + (seg->width1 == dim));
     ec_source ring[EC_RING];
     float sum[EC_MAX_DIM], partial[EC_MAX_DIM];
     if (first >= last) return;
-    const int64_t end_of_task = seg->offsets[last];
-    int64_t next = seg->offsets[first], hot = 0;
+    ec_feed feed = ec_segments_feed(seg, seg->offsets[first], seg->offsets[last]);
+    int64_t hot = 0;
     while (hot < seg->hot_count && seg->hot_uniques[hot] < first) hot++;
     if (fused) {
         for (int64_t u = first; u < last && u < first + rows_ahead; u++) ec_prefetch_updated(seg, u);
@@ -383,19 +367,15 @@ EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task) {
             ec_copy_row(total, ready, dim);
             for (int64_t block = 1; block < blocks; block++) ec_add_row(total, ready + block * dim, dim);
             hot++;
-            if (next < end) next = end;
         } else if (start == end || (seg->admitted && !seg->admitted[u])) {
-            if (!fused || start == end) memset(total, 0, (size_t)dim * 4);
-            if (next < end) next = end;
+            memset(total, 0, (size_t)dim * 4);
         } else {
             for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
                 const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-                const int64_t fill = end_of_task - stop < ahead ? end_of_task : stop + ahead;
-                next = ec_fill_occurrences(seg, ring, next, fill, end_of_task);
                 if (at == start) {
-                    ec_sum_block(seg, ring, at, stop, total);
+                    ec_sum_block(&feed, ring, at, stop, total);
                 } else {
-                    ec_sum_block(seg, ring, at, stop, partial);
+                    ec_sum_block(&feed, ring, at, stop, partial);
                     ec_add_row(total, partial, dim);
                 }
             }

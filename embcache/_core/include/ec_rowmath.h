@@ -33,13 +33,8 @@ typedef float ec_f4u __attribute__((vector_size(16), aligned(4), may_alias));
 #define EC_SUM_BLOCK 256 /* occurrences of a key that are added up before the partial sum is added to the total */
 #define EC_RING 512      /* power of two >= EC_SUM_BLOCK + the longest prefetch distance */
 #define EC_RING_MASK (EC_RING - 1)
+#define EC_PLACES_AHEAD 32 /* items between the prefetch of a row's place and that of the row */
 #define EC_PREFETCH_BYTES 512 /* beyond this much of a row the hardware prefetcher has caught on */
-
-/* One row to be added: where it is, and its factor. */
-typedef struct {
-    const float *row;
-    float coef;
-} ec_source;
 
 /* Brings the cache lines of a row near. */
 EC_ROW_FN void ec_prefetch_row(const float *row, int64_t dim) {
@@ -48,11 +43,11 @@ EC_ROW_FN void ec_prefetch_row(const float *row, int64_t dim) {
     for (uintptr_t line = (uintptr_t)row & ~(uintptr_t)63; line < end; line += 64) __builtin_prefetch((const void *)line);
 }
 
-/* Rows to prefetch ahead when each step touches `arrays` rows of `dim`: about 32 cache lines in flight. */
+/* Rows to prefetch ahead when each step touches `arrays` rows of `dim`: about 64 cache lines. */
 EC_ROW_FN int64_t ec_prefetch_distance(int64_t dim, int64_t arrays) {
     const int64_t bytes = dim * 4 < EC_PREFETCH_BYTES ? dim * 4 : EC_PREFETCH_BYTES;
     const int64_t lines = arrays * ((bytes + 63) / 64);
-    const int64_t distance = 32 / lines;
+    const int64_t distance = 64 / lines;
     return distance < 4 ? 4 : distance > 16 ? 16 : distance;
 }
 
@@ -76,32 +71,82 @@ EC_ROW_FN void ec_stream_fence(void) {
 #endif
 }
 
-/* out (+)= sum of the ring's rows in order, for LANES * VECTORS elements from `column` on, kept in registers. */
+/* ------------------------------------------------------------------------------------------- sums of scattered rows */
+
+/* One row to be added: where it is, and its factor. */
+typedef struct {
+    const float *row;
+    float coef;
+} ec_source;
+
+/* A stream of rows to be added, item by item. Item i is the row of id = ids[i] - id_base: base + places[id] * stride,
+ * or base + id * stride without places. Items `ahead` of the one being added are looked up, prefetched and noted in a
+ * ring, one for each that is added, so that cache misses are spread evenly over the arithmetic. */
+typedef struct {
+    const float *base;
+    const int64_t *ids;
+    const int64_t *places; /* or NULL */
+    const float *coefs;    /* of each item, or of each id; NULL: 1 */
+    int64_t id_base;
+    int64_t stride;
+    int64_t dim;
+    int64_t ahead;
+    int64_t next; /* first item that is not in the ring */
+    int64_t end;  /* of the items of this task */
+    int coefs_by_id;
+} ec_feed;
+
+/* Looks up the next item, if there is one. */
+EC_ROW_FN void ec_feed_one(ec_feed *feed, ec_source *ring) {
+    const int64_t item = feed->next;
+    if (item >= feed->end) return;
+    ec_source *source = &ring[item & EC_RING_MASK];
+    const int64_t id = feed->ids[item] - feed->id_base;
+    if (feed->places && item + EC_PLACES_AHEAD < feed->end) {
+        /* The place is a scattered read itself. */
+        const int64_t later = feed->ids[item + EC_PLACES_AHEAD] - feed->id_base;
+        __builtin_prefetch(feed->places + later);
+        if (feed->coefs_by_id) __builtin_prefetch(feed->coefs + later);
+    }
+    source->row = feed->base + (feed->places ? feed->places[id] : id) * feed->stride;
+    if (feed->coefs) source->coef = feed->coefs[feed->coefs_by_id ? id : item];
+    ec_prefetch_row(source->row, feed->dim);
+    feed->next = item + 1;
+}
+
+/* Makes sure that items item .. item + ahead are in the ring, those before may be forgotten. */
+EC_ROW_FN void ec_feed_from(ec_feed *feed, ec_source *ring, int64_t item) {
+    if (feed->next < item) feed->next = item;
+    while (feed->next < feed->end && feed->next <= item + feed->ahead) ec_feed_one(feed, ring);
+}
+
+/* out (+)= sum of items [at, stop), for LANES * VECTORS elements from `column` on, kept in registers. */
 #define EC_FOR_VECTORS _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
 #define EC_DEFINE_SUM(NAME, VECTOR, UNALIGNED, LANES, VECTORS)                                                        \
-    EC_ROW_FN void NAME(float *out, const ec_source *ring, int64_t start, int64_t count, int64_t column,              \
-                        const int weighted, const int accumulate) {                                                   \
+    EC_ROW_FN void NAME(float *out, ec_feed *feed, ec_source *ring, int64_t at, int64_t stop, int64_t column,         \
+                        const int weighted, const int accumulate, const int feeds) {                                  \
         enum { vectors = VECTORS };                                                                                   \
         VECTOR sum[vectors];                                                                                          \
-        int64_t i = 0;                                                                                                \
         out += column;                                                                                                \
         if (accumulate) {                                                                                             \
             EC_FOR_VECTORS sum[v] = *(const UNALIGNED *)(out + v * LANES);                                            \
         } else {                                                                                                      \
-            const ec_source *source = &ring[start & EC_RING_MASK];                                                    \
+            const ec_source *source = &ring[at & EC_RING_MASK];                                                       \
             EC_FOR_VECTORS {                                                                                          \
                 sum[v] = *(const UNALIGNED *)(source->row + column + v * LANES);                                      \
                 if (weighted) sum[v] *= source->coef;                                                                 \
             }                                                                                                         \
-            i = 1;                                                                                                    \
+            if (feeds) ec_feed_one(feed, ring);                                                                       \
+            at++;                                                                                                     \
         }                                                                                                             \
-        for (; i < count; i++) {                                                                                      \
-            const ec_source *source = &ring[(start + i) & EC_RING_MASK];                                              \
+        for (; at < stop; at++) {                                                                                     \
+            const ec_source *source = &ring[at & EC_RING_MASK];                                                       \
             EC_FOR_VECTORS {                                                                                          \
                 VECTOR term = *(const UNALIGNED *)(source->row + column + v * LANES);                                 \
                 if (weighted) term *= source->coef;                                                                   \
                 sum[v] += term;                                                                                       \
             }                                                                                                         \
+            if (feeds) ec_feed_one(feed, ring);                                                                       \
         }                                                                                                             \
         EC_FOR_VECTORS *(UNALIGNED *)(out + v * LANES) = sum[v];                                                      \
     }
@@ -111,25 +156,24 @@ EC_DEFINE_SUM(ec_sum_32, ec_f8, ec_f8u, 8, 4)
 EC_DEFINE_SUM(ec_sum_16, ec_f8, ec_f8u, 8, 2)
 EC_DEFINE_SUM(ec_sum_8, ec_f8, ec_f8u, 8, 1)
 EC_DEFINE_SUM(ec_sum_4, ec_f4, ec_f4u, 4, 1)
+EC_DEFINE_SUM(ec_sum_1, float, float, 1, 1)
 
-/* out (+)= coef * row over `count` >= 1 ring entries from `start`, added in that order. */
-EC_ROW_FN void ec_sum_rows(float *restrict out, const ec_source *ring, int64_t start, int64_t count, int64_t dim,
+/* out (+)= coef * row over the items [at, stop), at least one and at most EC_SUM_BLOCK, added in that order. The first
+ * columns feed the ring, the others find it fed. */
+EC_ROW_FN void ec_sum_rows(float *restrict out, ec_feed *feed, ec_source *ring, int64_t at, int64_t stop,
                            const int weighted, const int accumulate) {
+    const int64_t dim = feed->dim;
     int64_t column = 0;
-    for (; column + 64 <= dim; column += 64) ec_sum_64(out, ring, start, count, column, weighted, accumulate);
-    if (column + 32 <= dim) { ec_sum_32(out, ring, start, count, column, weighted, accumulate); column += 32; }
-    if (column + 16 <= dim) { ec_sum_16(out, ring, start, count, column, weighted, accumulate); column += 16; }
-    if (column + 8 <= dim) { ec_sum_8(out, ring, start, count, column, weighted, accumulate); column += 8; }
-    if (column + 4 <= dim) { ec_sum_4(out, ring, start, count, column, weighted, accumulate); column += 4; }
-    for (; column < dim; column++) {
-        const ec_source *first = &ring[start & EC_RING_MASK];
-        float sum = accumulate ? out[column] : weighted ? first->row[column] * first->coef : first->row[column];
-        for (int64_t i = accumulate ? 0 : 1; i < count; i++) {
-            const ec_source *source = &ring[(start + i) & EC_RING_MASK];
-            sum += weighted ? source->row[column] * source->coef : source->row[column];
-        }
-        out[column] = sum;
-    }
+    ec_feed_from(feed, ring, at);
+    if (dim >= 64) { ec_sum_64(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 64; }
+    else if (dim >= 32) { ec_sum_32(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 32; }
+    else if (dim >= 16) { ec_sum_16(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 16; }
+    else if (dim >= 8) { ec_sum_8(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 8; }
+    else { ec_sum_1(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 1; }
+    for (; column + 64 <= dim; column += 64) ec_sum_64(out, feed, ring, at, stop, column, weighted, accumulate, 0);
+    for (; column + 16 <= dim; column += 16) ec_sum_16(out, feed, ring, at, stop, column, weighted, accumulate, 0);
+    for (; column + 4 <= dim; column += 4) ec_sum_4(out, feed, ring, at, stop, column, weighted, accumulate, 0);
+    for (; column < dim; column++) ec_sum_1(out, feed, ring, at, stop, column, weighted, accumulate, 0);
 }
 
 EC_ROW_FN void ec_add_row(float *restrict out, const float *restrict row, int64_t dim) {

@@ -1,0 +1,97 @@
+"""find: keys -> row indexes, against hash maps of C++ and Python and against one prefetched cache line a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from peers.limits import HugeMemory, lines_read
+from peers.maps import MAPS, CppMap, cpp_map
+from peers.tables import DictTable, IndexTable, KhashTable, SortedTable
+from race import MILLION_KEYS, QUERY_SETS, Absent, Contender, Race
+from samples import Sampler, keys_of
+
+import embcache as ec
+
+QUERIES = 1 << 20
+SLOW_SHARE = 1 / 16  # the part of the queries that dict and binary search get
+KINDS = ("uniform", "zipf", "missing")
+LINE_KEYS = 3.5  # keys a cache line of the limit's memory stands for: five places, 70 % full
+
+
+class World:
+    """One set of keys in our table and in every peer; queries in sets that are used in turn."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.keys = rows, keys_of(np.arange(rows))
+        sampler = Sampler(rows)
+        self.ordinals = {kind: [sampler.draw(kind, QUERIES) for _ in range(QUERY_SETS)] for kind in KINDS}
+        self.queries = {kind: [keys_of(drawn) for drawn in sets] for kind, sets in self.ordinals.items()}
+        self.ours = {threads: ec.EmbTable("find", 1, num_threads=threads) for threads in (1, 2)}
+        for table in self.ours.values():
+            table.insert(self.keys)
+        # Our row indexes are in order of insertion a partition at a time; the peers number the keys as they come.
+        self.row_of_ordinal = self.ours[1].find(self.keys)
+        self.maps = {name: cpp_map(name) for name in MAPS}
+        self.maps |= {f"{name} (huge pages)": cpp_map(name, huge_pages=True) for name in MAPS}
+        for cpp in self.maps.values():
+            if isinstance(cpp, CppMap):
+                cpp.insert(self.keys)
+        self.tables = [KhashTable(self.keys), IndexTable(self.keys)]
+        self.slow = [SortedTable(self.keys), DictTable(self.keys)]
+        self.lines = HugeMemory(int(rows / LINE_KEYS) + 1, 16)
+        self.out = np.empty(QUERIES, dtype=np.int64)
+
+    def close(self) -> None:
+        for table in self.ours.values():
+            table.close()
+        self.maps.clear()
+        self.lines.close()
+
+    def same(self, ours: np.ndarray, theirs: np.ndarray | list[int]) -> None:
+        """Both name the same keys, each by its own numbers."""
+        theirs = np.asarray(theirs)
+        ours = ours[: len(theirs)]
+        assert np.array_equal(ours >= 0, theirs >= 0)
+        assert np.array_equal(self.row_of_ordinal[theirs[theirs >= 0]], ours[ours >= 0])
+
+
+@pytest.fixture(scope="module")
+def world(rows: int) -> Iterator[World]:
+    world = World(rows)
+    yield world
+    world.close()
+
+
+def _limit(world: World, kind: str, threads: int) -> Contender:
+    """One cache line a key. A missing key has a home line as well, anywhere."""
+    places = [(drawn % world.rows / LINE_KEYS).astype(np.int64) for drawn in world.ordinals[kind]]
+    spread = np.random.default_rng(3).permutation(len(world.lines.array))
+    at = [spread[place] for place in places]
+    return Contender("limit: one line a key", lambda i: lines_read(world.lines.array, at[i], world.out, threads))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_find(race: Race, world: World, kind: str, threads: int) -> None:
+    queries = world.queries[kind]
+    ours = Contender("embcache", lambda i: world.ours[threads].find(queries[i]))
+    peers: list[Contender | Absent] = []
+    for name, cpp in world.maps.items():
+        if isinstance(cpp, str):
+            peers.append(Absent(name, cpp))
+        elif threads == 1 or cpp.name.startswith("boost"):
+            peers.append(Contender(name, lambda i, cpp=cpp: cpp.find(queries[i], world.out, threads), world.same))
+    if threads == 1:
+        peers += [
+            Contender(table.name, lambda i, table=table: table.find(queries[i]), world.same) for table in world.tables
+        ]
+        few = [keys[: int(QUERIES * SLOW_SHARE)] for keys in queries]
+        searched, get = world.slow
+        objects = [keys.tolist() for keys in few]
+        peers.append(Contender(searched.name, lambda i: searched.find(few[i]), world.same, share=SLOW_SHARE))
+        peers.append(Contender(get.name, lambda i: get.find(objects[i]), world.same, share=SLOW_SHARE))
+    peers.append(_limit(world, kind, threads))
+    case = f"find, {world.rows / 1e6:g} M keys, {'misses' if kind == 'missing' else f'hits {kind}'}"
+    race("find", case, ours, peers, threads=threads, work=QUERIES, unit=MILLION_KEYS)

@@ -1,0 +1,66 @@
+"""Options and fixtures of the benches, and the table at the end of the session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from race import Outcome, Race
+from report import lines, markdown
+
+OUTCOMES: list[Outcome] = []
+PATIENCE = [60.0]  # seconds that the session may spend waiting for a quiet machine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The report's path; sizes come from BENCH_ROWS."""
+    parser.addoption("--bench-report", type=Path, default=None, help="also write the table to this Markdown file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One table is enough: ours has the peers in it."""
+    config.option.benchmark_quiet = True
+
+
+@pytest.fixture(scope="session")
+def rows() -> int:
+    """Keys of a table in the benches of find, look-up and insert."""
+    return int(os.environ.get("BENCH_ROWS", "1000000"))
+
+
+@pytest.fixture
+def race(benchmark: Any) -> Race:
+    """The stopwatch of one test."""
+    return Race(benchmark, OUTCOMES, PATIENCE)
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Each case says how many threads it uses; torch's default would be all of them."""
+    torch.set_num_threads(1)
+    yield
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A word about each case as it ends, since a session takes minutes."""
+    if report.when == "call" and report.passed and OUTCOMES and sys.stderr.isatty():
+        last = OUTCOMES[-1]
+        print(f"  {last.case}: {last.unit.show(last.seconds, last.work)}", file=sys.stderr)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the table, and write it where asked."""
+    if not OUTCOMES:
+        return
+    terminalreporter.section("ours and peers")
+    for line in lines(OUTCOMES):
+        terminalreporter.write_line(line)
+    path = config.getoption("--bench-report")
+    if path is not None:
+        path.write_text(markdown(OUTCOMES))
+        terminalreporter.write_line(f"written to {path}")

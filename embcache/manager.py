@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -338,9 +339,7 @@ class EmbCacheManager:
                     message, table=error.table, need=error.need, have=error.have, never_fits=False
                 ) from None
             edges = flat.table_offsets.tolist()
-            uniques = np.array(
-                [len(np.unique(flat.keys[start:stop])) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-            )
+            uniques = np.array([len(np.unique(flat.keys[start:stop])) for start, stop in pairwise(edges)])
             if not self._grow(self._wanted(uniques, uniques)):
                 raise
             return self._plan_with_room(flat)
@@ -449,7 +448,7 @@ class EmbCacheManager:
         if len(rows) == 0:
             return
         edges = offsets.tolist()
-        for t, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        for t, (start, stop) in enumerate(pairwise(edges)):
             if stop > start:
                 copy(self.host_tables[t], t, rows[start:stop], slots[start:stop])
 

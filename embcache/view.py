@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT
-from .errors import ConfigError, ShapeError
+from .errors import ChangedError, ConfigError, ShapeError
 from .table import as_keys
 
 if TYPE_CHECKING:
@@ -155,43 +155,50 @@ class TableView:
         manager = self._manager
         with manager.door:
             start = manager.changes
-            _, gone = manager.planner.unfinished(self._table)
-            _, _, resident_rows, frequency, timestamp = manager.planner.residents(self._table)
+            _, evicted = manager.planner.unsettled(self._table)
+            _, _, resident_rows, *counters = manager.planner.residents(self._table)
         order = np.argsort(resident_rows)
-        resident_rows, frequency, timestamp = resident_rows[order], frequency[order], timestamp[order]
-        cursor, more = 0, True
-        while more:
+        residents = (resident_rows[order], counters[0][order], counters[1][order])
+        cursor, left = 0, len(evicted)
+        while True:
             with manager.door:
                 if manager.changes != start:
-                    raise RuntimeError(
-                        f"table {self.name!r} changed during iteration; iterate again when nothing trains or changes it"
+                    raise ChangedError(
+                        f"{self._owner}: changed during items(); iterate again when nothing trains or changes it"
                     )
                 rows, cursor = self._host.scan(cursor, batch_rows)
-                more = len(rows) > 0
-                # After the last live row come those in limbo: their keys are evicted by batches that have not finished.
-                rows = rows if more else gone
-                keys, counts, stamps = self._host.columns(rows)
-                slots, _, where = manager.planner.peek(keys, self._table)
-                if more:
-                    seen = (where == PEEK_SLOT) | (where == PEEK_ROW)
-                    if not seen.all():
-                        rows, keys, counts, stamps, slots, where = (
-                            array[seen] for array in (rows, keys, counts, stamps, slots, where)
-                        )
-                weights = np.empty((len(rows), self.dim), dtype=np.float32)
-                state = np.empty((len(rows), self.state_dim), dtype=np.float32)
-                self._overlay(slots, rows, where, weights, state)
-                if self._host.with_filter and len(resident_rows):
-                    # A resident's counters are beside its slot; those in the host's columns are older.
-                    place = np.minimum(np.searchsorted(resident_rows, rows), len(resident_rows) - 1)
-                    fresh = resident_rows[place] == rows
-                    counts[fresh], stamps[fresh] = frequency[place[fresh]], timestamp[place[fresh]]
-            if len(rows):
-                yield keys, weights, state, counts, stamps
+                if len(rows) == 0:
+                    # Behind the live rows come those in limbo: their keys are evicted by batches that have not finished.
+                    rows, left = evicted[len(evicted) - left :][:batch_rows], max(0, left - batch_rows)
+                if len(rows) == 0:
+                    return
+                batch = self._visible(rows, residents)
+            if len(batch[0]):
+                yield batch
+
+    def _visible(self, rows: np.ndarray, residents: tuple[np.ndarray, np.ndarray, np.ndarray]) -> tuple[Any, ...]:
+        """Keys, weights, state and counters of those host rows that are their key's row as of the last finished batch.
+
+        `residents` are rows, frequencies and timestamps of residents, by row: their host columns are older.
+        """
+        keys, counts, stamps = self._host.columns(rows)
+        slots, found, where = self._manager.planner.peek(keys, self._table)
+        seen = found == rows
+        if not seen.all():
+            rows, keys, counts, stamps = rows[seen], keys[seen], counts[seen], stamps[seen]
+            slots, where = slots[seen], where[seen]
+        weights = np.empty((len(rows), self.dim), dtype=np.float32)
+        state = np.empty((len(rows), self.state_dim), dtype=np.float32)
+        self._overlay(slots, rows, where, weights, state)
+        if self._host.with_filter and len(residents[0]):
+            place = np.minimum(np.searchsorted(residents[0], rows), len(residents[0]) - 1)
+            fresh = residents[0][place] == rows
+            counts[fresh], stamps[fresh] = residents[1][place[fresh]], residents[2][place[fresh]]
+        return keys, weights, state, counts, stamps
 
     def __len__(self) -> int:
         with self._manager.door:
-            born, gone = self._manager.planner.unfinished(self._table)
+            born, gone = self._manager.planner.unsettled(self._table)
             return len(self._host) - len(born) + len(gone)
 
     def __contains__(self, key: object) -> bool:

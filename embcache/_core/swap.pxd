@@ -67,6 +67,7 @@ cdef extern from "ec_plan.h":
         int64_t *totals
 
     ctypedef struct ec_part:
+        ec_vec births
         int64_t *totals
         int64_t unique
         int64_t need
@@ -79,6 +80,7 @@ cdef extern from "ec_plan.h":
     void ec_plan_undo(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_swapped_out(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_finish(ec_side *s, ec_part *p) noexcept nogil
+    void ec_side_recency(const ec_side *s, int64_t *keys) noexcept nogil
     void ec_side_retire(ec_side *s) noexcept nogil
     int64_t ec_side_scan(const ec_side *s, int64_t *cursor, int64_t *keys, int64_t *counts, int64_t *last, int64_t most) noexcept nogil
     int ec_side_load(ec_side *s, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n, int64_t newest) noexcept nogil
@@ -173,11 +175,14 @@ cdef extern from "ec_peek.h":
         int state
 
     ctypedef struct ec_overlay:
+        ec_vec records
         uint64_t epoch
 
     int ec_overlay_make(ec_overlay *o, const ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
     void ec_overlay_free(ec_overlay *o) noexcept nogil
     void ec_peek(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n, int64_t *slots, int64_t *rows, uint8_t *places) noexcept nogil
+    int64_t ec_born_rows(const ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count, int64_t *rows) noexcept nogil
+    int64_t ec_evicted_rows(const ec_overlay *o, const ec_side *s, int64_t *rows) noexcept nogil
     int64_t ec_first_in_use(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
     int64_t ec_side_drop(ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
 

@@ -856,6 +856,35 @@ cdef class SwapManager:
         finally:
             self.leave()
 
+    def unsettled(self, table):
+        """Host rows that `peek` shows otherwise than the host table, because the plans behind that have not finished.
+
+        Returns
+        -------
+        born : int64[k]
+            Live rows of keys that `peek` does not show in them yet.
+        evicted : int64[m]
+            Rows in limbo of keys that `peek` still shows.
+        """
+        cdef int64_t t, k, room = 1, born_count, evicted_count
+        cdef int64_t[::1] born_view, evicted_view
+        self.enter()
+        try:
+            t = self.table_number(table)
+            self.overlay(t)
+            for k in range(len(self.unfinished)):
+                room += self.plans[k].parts[t].births.size
+            born, evicted = np.empty(room, np.int64), np.empty(self.overlays[t].records.size + 1, np.int64)
+            born_view, evicted_view = born, evicted
+            if table_lock(self.work.sides[t].table, 0) != EC_OK:
+                raise ClosedError(f"table {self.tables[t].name!r} is closed")
+            born_count = ec_born_rows(&self.work.sides[t], t, self.plans, len(self.unfinished), &born_view[0])
+            evicted_count = ec_evicted_rows(&self.overlays[t], &self.work.sides[t], &evicted_view[0])
+            table_unlock(self.work.sides[t].table)
+            return np.unique(born[:born_count]), evicted[:evicted_count]
+        finally:
+            self.leave()
+
     def drop(self, table, keys):
         """Forget the resident copies of keys: what they hold is discarded, their counters go to the host columns.
 
@@ -921,6 +950,24 @@ cdef class SwapManager:
                         view[4, i] = side.cache.slots[slot].last
                         i += 1
             return tuple(found)
+        finally:
+            self.leave()
+
+    def recency(self, table):
+        """Keys with a slot (int64), the next victim first: in order of the step and the place in its batch of the last use."""
+        cdef int64_t t
+        cdef ec_side *side
+        cdef int64_t[::1] view
+        self.enter()
+        try:
+            t = self.table_number(table)
+            side = &self.work.sides[t]
+            keys = np.empty(side.cache.live, np.int64)
+            if side.cache.live > 0:
+                view = keys
+                with nogil:
+                    ec_side_recency(side, &view[0])
+            return keys
         finally:
             self.leave()
 

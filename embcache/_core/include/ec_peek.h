@@ -134,6 +134,29 @@ static void ec_peek(const ec_overlay *o, const ec_side *s, const int64_t *keys, 
     }
 }
 
+/* Rows that unfinished plans made: live in the host table, but not shown by ec_peek(). `rows` has room for all births. */
+static int64_t ec_born_rows(const ec_side *s, int64_t t, ec_plan *const *plans, int64_t plan_count, int64_t *rows) {
+    int64_t n = 0;
+    for (int64_t k = 0; k < plan_count; k++) {
+        const ec_vec *births = &plans[k]->parts[t].births;
+        for (int64_t i = 0; i < births->size; i++) {
+            const ec_birth *birth = &EC_AT(*births, ec_birth, i);
+            if ((*ec_table_flags(s->table, birth->row) & EC_LIVE) && *ec_table_key(s->table, birth->row) == birth->key) rows[n++] = birth->row;
+        }
+    }
+    return n;
+}
+
+/* Rows of keys that unfinished plans evicted: in limbo, but still shown by ec_peek(). `rows` has room for all records. */
+static int64_t ec_evicted_rows(const ec_overlay *o, const ec_side *s, int64_t *rows) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < o->records.size; i++) {
+        const int64_t row = EC_WHERE(o, i).row;
+        if (row >= 0 && (*ec_table_flags(s->table, row) & EC_LIMBO)) rows[n++] = row;
+    }
+    return n;
+}
+
 /* Index of the first key that an unfinished plan uses, moves, made or evicted; n where there is none. */
 static int64_t ec_first_in_use(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n) {
     for (int64_t i = 0; i < n; i++) {

@@ -22,9 +22,9 @@ class CppMap:
     """int64 -> int64 map. Raises `NotBuilt` where its headers are missing."""
 
     def __init__(self, name: str, *, huge_pages: bool = False) -> None:
-        option, header, package, libraries = MAPS[name]
-        options = (option, "-DHUGE_PAGES") if huge_pages else (option,)
-        self._library = build("maps.cpp", options, needs=header, package=package, libraries=libraries)
+        option, header, package, module = MAPS[name]
+        options = ("-O3", "-march=native", "-std=c++17", option, *(["-DHUGE_PAGES"] if huge_pages else []))
+        self._library = build("maps.cpp", options, header=header, package=package, module=module)
         self._library.map_new.restype = ctypes.c_void_p
         self._library.map_size.restype = ctypes.c_int64
         self._map = ctypes.c_void_p(self._library.map_new())

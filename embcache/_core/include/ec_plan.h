@@ -158,6 +158,12 @@ static void ec_plan_finish(ec_side *s, ec_part *p) {
     ec_part_free(p);
 }
 
+/* Keys of LIVE slots in the policy's order, the next victim first. */
+static void ec_side_recency(const ec_side *s, int64_t *keys) {
+    int64_t got = 0;
+    for (uint32_t slot = s->cache.lru.head; slot != EC_NO_SLOT; slot = s->cache.lru.nodes[slot].next) keys[got++] = s->cache.slots[slot].key;
+}
+
 /* The end of the planner: residents' counters go to the host columns, and no row is marked resident any more. */
 static void ec_side_retire(ec_side *s) {
     for (int64_t slot = 0; slot < s->cache.capacity; slot++) {

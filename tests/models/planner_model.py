@@ -1,0 +1,355 @@
+"""The planner and the feature filter in plain Python: dicts, lists and sets, written to be read, not to be fast.
+
+`PlannerModel` follows DESIGN.md section 3 word by word. Undo is not programmed: before a plan the whole model is copied,
+and a cancelled plan goes back to the copy and repeats what has happened since except the plan. The one thing the model
+does not know is which row index the host table gives to a new key; it is told, and checks that the row was free.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from embcache.config import AdmitAndEvictConfig
+
+NEVER = -(2**63)
+
+
+class ModelCapacityError(Exception):
+    def __init__(self, table: int, need: int, have: int, capacity: int) -> None:
+        super().__init__(table, need, have, capacity)
+        self.table, self.need, self.have, self.capacity = table, need, have, capacity
+
+
+@dataclass
+class Row:
+    """A live key's row: its index and its counters, wherever those are kept."""
+
+    index: int
+    count: int = 0
+    last: int = NEVER
+
+
+@dataclass
+class Gone:
+    """An evicted key whose row is not given back yet."""
+
+    key: int
+    row: int
+    killer: int
+    slot: int | None
+    pins: set[int]
+    killer_finished: bool = False
+    writer: int | None = None  # step of the plan that took the slot and has yet to write the row back
+
+
+@dataclass
+class PlanModel:
+    """One table's share of a plan."""
+
+    unique: list[int] = field(default_factory=list)
+    inverse: list[int] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list)
+    admitted: list[bool] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    swap_in: list[tuple[int, int, int]] = field(default_factory=list)  # key, slot, row
+    swap_out: list[tuple[int, int, int]] = field(default_factory=list)
+    hits: int = 0
+    born: list[int] = field(default_factory=list)
+    killed: list[tuple[int, int]] = field(default_factory=list)  # key, row
+    forgotten: int = 0
+
+
+class TableModel:
+    def __init__(self, capacity: int, config: AdmitAndEvictConfig | None, base: int) -> None:
+        self.capacity, self.config, self.base = capacity, config, base
+        self.rows: dict[int, Row] = {}
+        self.resident: OrderedDict[int, int] = OrderedDict()  # key -> slot, least recently used first
+        self.pins: dict[int, set[int]] = {}  # resident key -> steps of the unfinished plans that use it
+        self.free = set(range(capacity))
+        self.gone: list[Gone] = []
+        self.waiting: dict[int, list[int]] = {}  # key without a row -> [count, last]
+        self.newest = NEVER
+        self.totals = dict.fromkeys(("hits", "misses", "swap_out_rows", "admitted", "rejected", "evicted", "forgotten", "born"), 0)
+
+    # ---------------------------------------------------------------------------------------------------------- planning
+
+    def plan(self, number: int, keys: list[int], times: list[int] | None, step: int, new_rows: dict[int, int]) -> PlanModel:
+        p = PlanModel()
+        p.unique = list(dict.fromkeys(keys))
+        index = {key: i for i, key in enumerate(p.unique)}
+        p.inverse = [index[key] for key in keys]
+        p.groups = [[at for at, key in enumerate(keys) if key == unique] for unique in p.unique]
+        swept = self._count_and_sweep(p, times, step) if self.config else set()
+        for key in p.unique:
+            p.admitted.append(key not in swept and self._admit(key))
+        wanted = [key for key, admitted in zip(p.unique, p.admitted, strict=True) if admitted]
+        blocked = sum(bool(pins) for key, pins in self.pins.items() if key not in wanted) + sum(bool(gone.pins) for gone in self.gone)
+        if len(wanted) > self.capacity - blocked:
+            raise ModelCapacityError(number, len(wanted), self.capacity - blocked, self.capacity)
+        self._place(p, wanted, step, new_rows)
+        totals = self.totals
+        totals["hits"] += p.hits
+        totals["misses"] += len(p.swap_in)
+        totals["swap_out_rows"] += len(p.swap_out)
+        totals["admitted"] += len(wanted)
+        totals["rejected"] += len(p.unique) - len(wanted)
+        totals["evicted"] += len(p.killed)
+        totals["forgotten"] += p.forgotten
+        totals["born"] += len(p.born)
+        return p
+
+    def _count_and_sweep(self, p: PlanModel, times: list[int] | None, step: int) -> set[int]:
+        config = self.config
+        occurrences: dict[int, int] = {}
+        latest: dict[int, int] = {}
+        for at, unique in enumerate(p.inverse):
+            key = p.unique[unique]
+            time = step if config.time_source == "step" else times[at] if times is not None else NEVER
+            occurrences[key] = occurrences.get(key, 0) + 1
+            latest[key] = max(latest.get(key, NEVER), time)
+            self.newest = max(self.newest, time)
+        fresh: dict[int, list[int]] = {}  # counters of keys that nobody knows yet
+        for key in p.unique:
+            row = self.rows.get(key)
+            if row is not None:
+                if row.count == 0 and key in self.waiting:  # a row that the user made for a waiting key takes over its counters
+                    row.count, waited = self.waiting.pop(key)
+                    row.last = max(row.last, waited)
+                row.count += occurrences[key]
+                row.last = max(row.last, latest[key])
+            else:
+                counters = self.waiting.get(key) or fresh.setdefault(key, [0, NEVER])
+                counters[0] += occurrences[key]
+                counters[1] = max(counters[1], latest[key])
+        swept: set[int] = set()
+        if config.evict_threshold > 0 and step % config.evict_step_interval == 0:
+            cutoff = self.newest - config.evict_threshold  # Python's integers do not overflow
+            for key, row in list(self.rows.items()):
+                if row.count > 0 and row.last < cutoff:
+                    swept.add(key)
+                    self._kill(p, key, step)
+            for counters in (self.waiting, fresh):
+                for key, (_, last) in list(counters.items()):
+                    if last < cutoff:
+                        swept.add(key)
+                        del counters[key]
+                        p.forgotten += counters is self.waiting
+        self.waiting.update(fresh)
+        return swept
+
+    def _kill(self, p: PlanModel, key: int, step: int) -> None:
+        row = self.rows.pop(key)
+        slot = self.resident.pop(key, None)
+        pins = self.pins.pop(key, set())
+        self.gone.append(Gone(key, row.index, step, slot, set(pins)))
+        p.killed.append((key, row.index))
+
+    def _admit(self, key: int) -> bool:
+        return key in self.rows or self.config is None or self.waiting[key][0] >= self.config.admit_threshold
+
+    def _place(self, p: PlanModel, wanted: list[int], step: int, new_rows: dict[int, int]) -> None:
+        for key in wanted:
+            if key in self.resident:
+                p.hits += 1
+                self.pins[key].add(step)
+        for key in wanted:
+            if key not in self.rows:
+                index = new_rows[key]
+                assert index not in self.rows_in_use(), f"row {index} was given out while it is in use"
+                count, last = self.waiting.pop(key, (0, NEVER))
+                self.rows[key] = Row(index, count, last)
+                p.born.append(key)
+        for key in wanted:
+            if key not in self.resident:
+                slot = self._take_slot(p, step)
+                self.resident[key] = slot
+                self.pins[key] = {step}
+                p.swap_in.append((key, self.base + slot, self.rows[key].index))
+        for key in wanted:
+            self.resident.move_to_end(key)
+        for key, admitted in zip(p.unique, p.admitted, strict=True):
+            p.slots.append(self.base + (self.resident[key] if admitted else self.capacity))
+
+    def _take_slot(self, p: PlanModel, step: int) -> int:
+        if self.free:
+            slot = min(self.free)
+            self.free.remove(slot)
+            return slot
+        dying = [gone for gone in self.gone if gone.slot is not None and not gone.pins]
+        if dying:
+            gone = min(dying, key=lambda gone: gone.slot)
+            slot, gone.slot, gone.writer = gone.slot, None, step
+            p.swap_out.append((gone.key, self.base + slot, gone.row))
+            return slot
+        victim = next(key for key in self.resident if not self.pins[key])
+        slot = self.resident.pop(victim)
+        del self.pins[victim]
+        p.swap_out.append((victim, self.base + slot, self.rows[victim].index))
+        return slot
+
+    # ------------------------------------------------------------------------------------------------------------ settling
+
+    def swapped_out(self, step: int) -> None:
+        for gone in self.gone:
+            if gone.writer == step:
+                gone.writer = None
+        self._release()
+
+    def finish(self, step: int) -> None:
+        for pins in self.pins.values():
+            pins.discard(step)
+        for gone in self.gone:
+            gone.pins.discard(step)
+            gone.killer_finished |= gone.killer == step
+        self._release()
+
+    def _release(self) -> None:
+        for gone in list(self.gone):
+            if gone.killer_finished and not gone.pins and gone.writer is None:
+                self.gone.remove(gone)
+                if gone.slot is not None:
+                    self.free.add(gone.slot)
+
+    # --------------------------------------------------------------------------------------------------- from outside
+
+    def drop(self, key: int) -> None:
+        if key in self.resident:
+            self.free.add(self.resident.pop(key))
+            del self.pins[key]
+
+    def put(self, key: int, row: int) -> None:
+        """The user writes a row: a new one, or over the old one."""
+        self.drop(key)
+        if key not in self.rows:
+            assert row not in self.rows_in_use()
+            self.rows[key] = Row(row)
+
+    def erase(self, key: int) -> None:
+        self.drop(key)
+        self.rows.pop(key, None)
+
+    # ------------------------------------------------------------------------------------------------------------- looking
+
+    def rows_in_use(self) -> set[int]:
+        return {row.index for row in self.rows.values()} | {gone.row for gone in self.gone}
+
+    def pinned(self) -> int:
+        return sum(map(bool, self.pins.values())) + sum(bool(gone.pins) for gone in self.gone)
+
+    def counters(self) -> list[tuple[int, int, int, int]]:
+        """(key, count, last, has row) in order of the keys; a waiting key whose row the user made shows twice."""
+        waiting = [(key, count, last, 0) for key, (count, last) in self.waiting.items()]
+        return sorted(waiting + [(key, row.count, row.last, 1) for key, row in self.rows.items()])
+
+
+class PlannerModel:
+    """All tables of a collection and the plans that have not finished."""
+
+    def __init__(self, capacities: list[int], configs: list[AdmitAndEvictConfig | None]) -> None:
+        self.tables: list[TableModel] = []
+        base = 0
+        for capacity, config in zip(capacities, configs, strict=True):
+            self.tables.append(TableModel(capacity, config, base))
+            base += capacity + 1
+        self.step = 0
+        self.unfinished: dict[int, list[PlanModel]] = {}  # step -> shares, oldest first
+        self.state: dict[int, str] = {}
+        self._before: dict[int, tuple[PlannerModel, int]] = {}  # step -> copy before the plan, length of the log then
+        self._log: list[tuple[str, tuple]] = []
+
+    def _copy(self) -> PlannerModel:
+        before, log, self._before, self._log = self._before, self._log, {}, []
+        try:
+            return pickle.loads(pickle.dumps(self))  # a deep copy, several times faster than copy.deepcopy
+        finally:
+            self._before, self._log = before, log
+
+    def plan(self, keys: list[list[int]], times: list[list[int]] | None, new_rows: list[dict[int, int]]) -> list[PlanModel]:
+        """Plan a batch; `new_rows`: table -> key -> row index for the keys that get a row."""
+        trial = self._copy()
+        step = trial.step = self.step + 1
+        shares = [
+            table.plan(t, keys[t], None if times is None else times[t], step, new_rows[t])
+            for t, table in enumerate(trial.tables)
+        ]
+        self._before[step] = (self._copy(), len(self._log))
+        self.tables, self.step = trial.tables, step
+        self.unfinished[step] = shares
+        self.state[step] = "planned"
+        return shares
+
+    def cancel(self, step: int) -> None:
+        """Back to the copy made before the plan; then repeat what happened since."""
+        before, since = self._before.pop(step)
+        log = self._log[since:]
+        self.tables, self.step, self.unfinished, self.state = before.tables, before.step, before.unfinished, before.state
+        del self._log[since:]
+        for name, arguments in log:
+            getattr(self, name)(*arguments)
+
+    def swapped_out(self, step: int) -> None:
+        self._log.append(("swapped_out", (step,)))
+        self.state[step] = "swapped_out"
+        for table in self.tables:
+            table.swapped_out(step)
+
+    def swapped_in(self, step: int) -> None:
+        self._log.append(("swapped_in", (step,)))
+        self.state[step] = "swapped_in"
+
+    def finish(self, step: int) -> None:
+        self._log.append(("finish", (step,)))
+        del self.unfinished[step], self.state[step]
+        self._before.pop(step, None)
+        for table in self.tables:
+            table.finish(step)
+
+    def drop(self, t: int, key: int) -> None:
+        self._log.append(("drop", (t, key)))
+        self.tables[t].drop(key)
+
+    def put(self, t: int, key: int, row: int) -> None:
+        self._log.append(("put", (t, key, row)))
+        self.tables[t].put(key, row)
+
+    def erase(self, t: int, key: int) -> None:
+        self._log.append(("erase", (t, key)))
+        self.tables[t].erase(key)
+
+    def grow(self, t: int, more: int) -> None:
+        assert not self.unfinished
+        table = self.tables[t]
+        table.free |= set(range(table.capacity, table.capacity + more))
+        table.capacity += more
+        base = 0
+        for table in self.tables:
+            table.base = base
+            base += table.capacity + 1
+
+    # ------------------------------------------------------------------------------------------------------------- looking
+
+    def in_use(self, t: int, key: int) -> bool:
+        """Whether an unfinished plan uses, moves, made or evicted the key."""
+        if self.tables[t].pins.get(key):
+            return True
+        for step, shares in self.unfinished.items():
+            share = shares[t]
+            if key in share.born or key in (k for k, _ in share.killed):
+                return True
+            live = self.tables[t].rows.get(key)
+            if self.state[step] == "planned" and any(k == key and live is not None and live.index == row for k, _, row in share.swap_out):
+                return True
+        return False
+
+    def row_as_trained(self, t: int, key: int) -> int | None:
+        """Row of the key as of the last finished batch: the oldest unfinished plan that made or evicted it tells."""
+        for shares in self.unfinished.values():
+            if key in shares[t].born:
+                return None
+            for killed, row in shares[t].killed:
+                if killed == key:
+                    return row
+        row = self.tables[t].rows.get(key)
+        return None if row is None else row.index

@@ -1,0 +1,247 @@
+"""Planner and model side by side, and the rows that they talk about actually moved.
+
+The host table and the HBM buffer are dicts of row histories. A swap copies a history, training appends to it, so a row
+that was overwritten, read too early or mixed up shows as a wrong history (I1, I2, I5), and evaluation is compared with
+the history as of the last finished batch (I6).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from models.planner_model import ModelCapacityError, PlannerModel
+
+from embcache._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, Plan, SwapManager, _fail_allocation
+from embcache._core.table import Table
+from embcache.config import AdmitAndEvictConfig
+from embcache.errors import HbmCapacityError, HostMemoryError, PinnedKeyError
+
+History = tuple
+
+
+def flat(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Keys table by table, and the offsets."""
+    offsets = np.concatenate([[0], np.cumsum([len(keys) for keys in lists])]).astype(np.int64)
+    return np.array([key for keys in lists for key in keys], np.int64), offsets
+
+
+def cut(values: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+    return [values[begin:end] for begin, end in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+class Rig:
+    def __init__(self, capacities: list[int], configs: list[AdmitAndEvictConfig | None], *, num_threads: int = 1) -> None:
+        self.tables = [Table(f"table{t}", 1, with_filter=config is not None) for t, config in enumerate(configs)]
+        self.manager = SwapManager(self.tables, capacities, configs, num_threads=num_threads)
+        self.model = PlannerModel(capacities, configs)
+        self.plans: list[Plan] = []  # unfinished, oldest first
+        self.host: dict[tuple[int, int], History] = {}  # (table, row) -> history
+        self.hbm: dict[int, History] = {}  # slot -> history
+        self.truth: dict[tuple[int, int], History] = {}  # (table, row) -> history as trained
+        self.serial = 0
+        self.seen = dict.fromkeys(("hits", "swap_out_rows", "evicted", "forgotten", "rejected"), 0)
+
+    def close(self) -> None:
+        _fail_allocation(-1)
+        self.manager.close()
+        for table in self.tables:
+            assert table.check() is not None
+            table.close()
+
+    # ------------------------------------------------------------------------------------------------------------- plans
+
+    def plan(self, keys: list[list[int]], times: list[list[int]] | None, *, fail_allocation: int = -1) -> Plan | None:
+        """Plan on both sides; None where both say that there is no room, or the memory request that was to fail did."""
+        batch, offsets = flat(keys)
+        stamps = None if times is None else flat(times)[0]
+        _fail_allocation(fail_allocation)
+        try:
+            plan = self.manager.plan(batch, offsets, stamps)
+        except HostMemoryError:
+            assert fail_allocation >= 0
+            return None
+        except HbmCapacityError as error:
+            try:
+                self.model.plan(keys, times, [{key: -1 - i for i, key in enumerate(set(part))} for part in keys])  # rows at will
+            except ModelCapacityError as expected:
+                assert (error.table, error.need, error.have) == (f"table{expected.table}", expected.need, expected.have)
+                assert error.never_fits == (expected.need > expected.capacity)
+                assert str(expected.need) in str(error) and str(expected.have) in str(error)
+                return None
+            raise AssertionError("the planner refused what the model accepts") from error
+        finally:
+            _fail_allocation(-1)
+        ins = zip(cut(plan.swap_in_keys, plan.swap_in_offsets), cut(plan.swap_in_rows, plan.swap_in_offsets), strict=True)
+        rows = [dict(zip(k.tolist(), r.tolist(), strict=True)) for k, r in ins]
+        shares = self.model.plan(keys, times, rows)
+        self.compare_plan(plan, shares, keys, offsets)
+        for t, share in enumerate(shares):
+            for key in share.born:
+                self.serial += 1
+                self.host[t, rows[t][key]] = self.truth[t, rows[t][key]] = ("born", key, self.serial)
+            for name in self.seen:
+                self.seen[name] = max(self.seen[name], self.model.tables[t].totals[name])
+        self.plans.append(plan)
+        return plan
+
+    def compare_plan(self, plan: Plan, shares: list, keys: list[list[int]], offsets: np.ndarray) -> None:
+        assert plan.step == self.model.step and plan.state == "planned"
+        assert plan.num_keys == offsets[-1] and plan.num_uniques == sum(len(share.unique) for share in shares)
+        assert plan.table_offsets.tolist() == offsets.tolist()
+        assert plan.unique_offsets.tolist() == np.cumsum([0] + [len(share.unique) for share in shares]).tolist()
+        assert plan.swap_in_offsets.tolist() == np.cumsum([0] + [len(share.swap_in) for share in shares]).tolist()
+        assert plan.swap_out_offsets.tolist() == np.cumsum([0] + [len(share.swap_out) for share in shares]).tolist()
+        assert plan.table_hits.tolist() == [share.hits for share in shares] and plan.hits == sum(plan.table_hits)
+        assert plan.table_misses.tolist() == [len(share.swap_in) for share in shares] and plan.misses == sum(plan.table_misses)
+        first = 0
+        groups: list[list[int]] = []
+        for t, share in enumerate(shares):
+            part = slice(plan.unique_offsets[t], plan.unique_offsets[t + 1])
+            assert plan.unique_keys[part].tolist() == share.unique
+            assert plan.slots[part].tolist() == share.slots
+            assert plan.admitted[part].tolist() == share.admitted
+            assert plan.inverse[offsets[t] : offsets[t + 1]].tolist() == [first + unique for unique in share.inverse]
+            groups += [[int(offsets[t]) + at for at in group] for group in share.groups]
+            first += len(share.unique)
+            for mine, theirs in (("swap_in", share.swap_in), ("swap_out", share.swap_out)):
+                part = slice(*getattr(plan, f"{mine}_offsets")[t : t + 2])
+                columns = (getattr(plan, f"{mine}_{column}")[part].tolist() for column in ("keys", "slots", "rows"))
+                assert list(zip(*columns, strict=True)) == theirs
+        assert [group.tolist() for group in cut(plan.occurrence_order, plan.segment_offsets)] == groups
+        assert plan.segment_offsets[0] == 0 and plan.segment_offsets[-1] == plan.num_keys
+
+    def cancel(self) -> None:
+        plan = self.plans.pop()
+        self.manager.cancel(plan)
+        self.model.cancel(plan.step)
+        assert plan.state == "cancelled"
+
+    def move(self) -> None:
+        """The next movement that is due: swap-out or swap-in of the oldest plan that is not swapped in."""
+        plan = next(plan for plan in self.plans if plan.state in ("planned", "swapped_out"))
+        out = plan.state == "planned"
+        kind = "swap_out" if out else "swap_in"
+        parts = (cut(getattr(plan, f"{kind}_{what}"), getattr(plan, f"{kind}_offsets")) for what in ("slots", "rows"))
+        for t, (slots, rows) in enumerate(zip(*parts, strict=True)):
+            for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+                if out:
+                    self.host[t, row] = self.hbm[slot]
+                else:
+                    self.hbm[slot] = self.host[t, row]
+        if out:
+            self.manager.mark_swapped_out(plan)
+            self.model.swapped_out(plan.step)
+        else:
+            self.manager.mark_swapped_in(plan)
+            self.model.swapped_in(plan.step)
+
+    def train_and_finish(self, which: int) -> None:
+        """Train the `which`-th swapped-in plan: read and change the slots that it was promised."""
+        plan = [plan for plan in self.plans if plan.state == "swapped_in"][which]
+        for t, share in enumerate(self.model.unfinished[plan.step]):
+            for key, slot, admitted in zip(share.unique, share.slots, share.admitted, strict=True):
+                if not admitted:
+                    assert slot == self.model.tables[t].base + self.model.tables[t].capacity
+                    continue
+                row = self.row_of_plan(plan, t, key)
+                assert self.hbm[slot] == self.truth[t, row], f"step {plan.step}: slot {slot} does not hold key {key}"
+                self.hbm[slot] = self.truth[t, row] = (*self.truth[t, row], plan.step)
+        self.manager.finish(plan)
+        self.model.finish(plan.step)
+        self.plans.remove(plan)
+
+    def row_of_plan(self, plan: Plan, t: int, key: int) -> int:
+        """Row of an admitted key of an unfinished plan: of its present life, unless a later plan has evicted it."""
+        for step, shares in self.model.unfinished.items():
+            for killed, row in shares[t].killed:
+                if step > plan.step and killed == key:
+                    return row
+        return self.model.tables[t].rows[key].index
+
+    # ------------------------------------------------------------------------------------------------------ from outside
+
+    def put(self, t: int, key: int) -> None:
+        """The user writes a row: the resident copy is dropped, then the host row is written."""
+        keys = np.array([key], np.int64)
+        if self.model.in_use(t, key):
+            self.refused(t, keys)
+            return
+        assert self.manager.drop(t, keys) == (key in self.model.tables[t].resident)
+        row = int(self.tables[t].insert(keys)[0])
+        self.model.put(t, key, row)
+        self.serial += 1
+        self.host[t, row] = self.truth[t, row] = ("put", key, self.serial)
+
+    def erase(self, t: int, key: int) -> None:
+        keys = np.array([key], np.int64)
+        if self.model.in_use(t, key):
+            self.refused(t, keys)
+            return
+        self.manager.drop(t, keys)
+        assert self.tables[t].erase(keys) == (key in self.model.tables[t].rows)
+        self.model.erase(t, key)
+
+    def grow(self, t: int, more: int) -> None:
+        """More slots; the buffer is laid out anew, so residents move with their table's base."""
+        before = [table.base for table in self.model.tables]
+        self.manager.grow(t, self.model.tables[t].capacity + more)
+        self.model.grow(t, more)
+        moved: dict[int, History] = {}
+        for base, table in zip(before, self.model.tables, strict=True):
+            for slot in range(table.capacity):
+                if slot in table.resident.values():
+                    moved[table.base + slot] = self.hbm[base + slot]
+        self.hbm = moved
+
+    def refused(self, t: int, keys: np.ndarray) -> None:
+        try:
+            self.manager.drop(t, keys)
+        except PinnedKeyError as error:
+            assert str(keys[0]) in str(error)
+        else:
+            raise AssertionError(f"key {keys[0]} is in use and was dropped")
+
+    # --------------------------------------------------------------------------------------------------------- comparing
+
+    def compare_state(self, keys: list[int]) -> None:
+        """Everything that can be seen, and where evaluation would read each of `keys`."""
+        self.manager.check()
+        assert self.manager.step == self.model.step
+        assert list(self.manager.outstanding) == self.plans
+        for t, table in enumerate(self.model.tables):
+            stats = self.manager.stats()[t]
+            assert {name: stats[name] for name in table.totals} == table.totals
+            assert stats["swap_in_rows"] == stats["misses"]
+            assert (stats["free"], stats["pinned"], stats["resident"]) == (len(table.free), table.pinned(), len(table.resident))
+            assert len(self.tables[t]) == len(table.rows)
+            assert self.manager.recency(t).tolist() == list(table.resident)
+            residents = [column.tolist() for column in self.manager.residents(t)]
+            expected = sorted((slot, key) for key, slot in table.resident.items())
+            assert residents[0] == [key for _, key in expected]
+            assert residents[1] == [table.base + slot for slot, _ in expected]
+            assert residents[2] == [table.rows[key].index for _, key in expected]
+            if table.config is not None:
+                assert residents[3] == [table.rows[key].count for _, key in expected]
+                assert residents[4] == [table.rows[key].last for _, key in expected]
+                self.compare_filter(t)
+            self.compare_peek(t, keys)
+
+    def compare_filter(self, t: int) -> None:
+        table = self.model.tables[t]
+        state = self.manager.filter_state(t)
+        assert (state["newest"], state["step"]) == (table.newest, self.model.step)
+        columns = (state[name].tolist() for name in ("keys", "counts", "last", "has_row"))
+        assert sorted(zip(*columns, strict=True)) == table.counters()
+        assert state["keys"].tolist() == sorted(state["keys"].tolist())
+
+    def compare_peek(self, t: int, keys: list[int]) -> None:
+        config = self.model.tables[t].config
+        unknown = PEEK_DEFAULT if config is not None and config.admits else PEEK_ABSENT
+        slots, rows, states = (column.tolist() for column in self.manager.peek(np.array(keys, np.int64), t))
+        for key, slot, row, state in zip(keys, slots, rows, states, strict=True):
+            life = self.model.row_as_trained(t, key)
+            if life is None:
+                assert (slot, row, state) == (-1, -1, unknown)
+            else:
+                assert row == life and state == (PEEK_ROW if slot < 0 else PEEK_SLOT)
+                found = self.host[t, row] if slot < 0 else self.hbm[slot]
+                assert found == self.truth[t, life], f"evaluation would read {found} for key {key}"

@@ -1,0 +1,124 @@
+"""Planner against its model: any sequence of plans, cancels, movements, finishes, refusals and changes from outside.
+
+Promises I1, I2, I3, I5, I6 and I7 on data that really moves, with few slots and keys so that everything collides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from models.planner_rig import Rig
+
+from embcache.config import AdmitAndEvictConfig
+from embcache.errors import PlanError
+
+KEYS = [0, 1, -1, 2, 3, 4, 5, -(2**63), 2**63 - 1, 1 << 40]
+TIMES = [0, 1, 2, 3, 4, 5, 6, 7, -(2**63), 2**63 - 1]
+
+filters = st.one_of(
+    st.none(),
+    st.builds(
+        AdmitAndEvictConfig,
+        admit_threshold=st.sampled_from([-1, 0, 1, 2, 3]),
+        evict_threshold=st.sampled_from([1, 2, 2**63 - 1]),
+        evict_step_interval=st.sampled_from([1, 2, 3]),
+        time_source=st.sampled_from(["step", "timestamps"]),
+    ),
+    st.builds(AdmitAndEvictConfig, admit_threshold=st.sampled_from([0, 2, 3])),
+)
+ordinary_times = st.integers(0, 6)
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    @initialize(tables=st.lists(st.tuples(st.integers(1, 6), filters), min_size=1, max_size=3), threads=st.sampled_from([1, 2]))
+    def start(self, tables, threads):
+        self.rig = Rig([capacity for capacity, _ in tables], [config for _, config in tables], num_threads=threads)
+
+    def batch(self, data, most):
+        keys = [data.draw(st.lists(st.sampled_from(KEYS), max_size=most)) for _ in self.rig.tables]
+        stamps = st.sampled_from(TIMES) if data.draw(st.integers(0, 9)) == 0 else ordinary_times
+        times = [data.draw(st.lists(stamps, min_size=len(part), max_size=len(part))) for part in keys]
+        return keys, times
+
+    @rule(data=st.data(), most=st.sampled_from([2, 4, 4, 8]))
+    def plan(self, data, most):
+        keys, times = self.batch(data, most)
+        self.rig.plan(keys, times)
+
+    @rule(data=st.data(), countdown=st.integers(0, 24))
+    def plan_without_memory(self, data, countdown):
+        keys, times = self.batch(data, 4)
+        self.rig.plan(keys, times, fail_allocation=countdown)
+
+    @precondition(lambda self: self.rig.plans and self.rig.plans[-1].state == "planned")
+    @rule()
+    def cancel(self):
+        self.rig.cancel()
+
+    @precondition(lambda self: any(plan.state != "swapped_in" for plan in self.rig.plans))
+    @rule()
+    def move(self):
+        self.rig.move()
+
+    @precondition(lambda self: any(plan.state != "swapped_in" for plan in self.rig.plans))
+    @rule()
+    def move_twice(self):
+        self.rig.move()
+        if any(plan.state != "swapped_in" for plan in self.rig.plans):
+            self.rig.move()
+
+    @precondition(lambda self: any(plan.state == "swapped_in" for plan in self.rig.plans))
+    @rule(data=st.data())
+    def finish(self, data):
+        ready = sum(plan.state == "swapped_in" for plan in self.rig.plans)
+        self.rig.train_and_finish(data.draw(st.integers(0, ready - 1)))
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def put(self, data, key):
+        self.rig.put(data.draw(st.integers(0, len(self.rig.tables) - 1)), key)
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def erase(self, data, key):
+        self.rig.erase(data.draw(st.integers(0, len(self.rig.tables) - 1)), key)
+
+    @precondition(lambda self: self.rig.plans)
+    @rule(data=st.data())
+    def use_out_of_order(self, data):
+        plans = self.rig.plans
+        plan = data.draw(st.sampled_from(plans))
+        at = plans.index(plan)
+        waits = any(earlier.state != "swapped_in" for earlier in plans[:at])
+        wrong = []
+        if plan.state != "planned" or at != len(plans) - 1:
+            wrong.append(self.rig.manager.cancel)
+        if plan.state != "planned" or waits:
+            wrong.append(self.rig.manager.mark_swapped_out)
+        if plan.state != "swapped_out":
+            wrong.append(self.rig.manager.mark_swapped_in)
+        if plan.state != "swapped_in":
+            wrong.append(self.rig.manager.finish)
+        for call in wrong:
+            with pytest.raises(PlanError, match=str(plan.step)):
+                call(plan)
+
+    @precondition(lambda self: not self.rig.plans)
+    @rule(data=st.data(), more=st.integers(0, 3))
+    def grow(self, data, more):
+        t = data.draw(st.integers(0, len(self.rig.tables) - 1))
+        self.rig.grow(t, more)
+
+    @invariant()
+    def agree(self):
+        if hasattr(self, "rig"):
+            self.rig.compare_state(KEYS)
+
+    def teardown(self):
+        if hasattr(self, "rig"):
+            self.rig.close()
+
+
+TestPlannerMachine = PlannerMachine.TestCase
+TestPlannerMachine.settings = settings(max_examples=200, stateful_step_count=50)

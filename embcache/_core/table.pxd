@@ -98,6 +98,7 @@ cdef int64_t table_scan(ec_table *t, int64_t *cursor, int64_t *rows, int64_t mos
 
 
 cdef class Table:
+    cdef object __weakref__
     cdef ec_table *t               # never NULL once constructed; t.closed says whether it may still be used
     cdef readonly str name
     cdef readonly int64_t seed
@@ -112,4 +113,5 @@ cdef class Table:
     cdef int lookup_missing(self, const int64_t[::1] keys, const int64_t[::1] places, float[:, ::1] out) except -1
     cdef int move_rows(self, const int64_t[::1] rows, const float[:, ::1] weights, const int64_t[::1] places, object states,
                        bint write) except -1
+    cdef int settle_limbo(self, const int64_t[::1] keys, const int64_t[::1] rows, bint attach) except -1
     cdef int64_t mapped_bytes(self) noexcept

@@ -966,6 +966,69 @@ cdef class Table:
             self.leave()
         return result
 
+    # ----------------------------------------------------------------------------------------- the planner's undo, by hand
+
+    def detach(self, const int64_t[::1] keys not None):
+        """Unmap keys: their rows keep their data, in limbo, until `attach` or `free`. Rows, -1 where absent: int64 (n,)."""
+        cdef int64_t i, n = keys.shape[0]
+        result = np.empty(n, dtype=np.int64)
+        cdef int64_t[::1] rows = result
+        self.enter(True)
+        try:
+            with nogil:
+                for i in range(n):
+                    rows[i] = table_detach(self.t, keys[i], ec_hash(keys[i]))
+        finally:
+            self.leave()
+        return result
+
+    cdef int settle_limbo(self, const int64_t[::1] keys, const int64_t[::1] rows, bint attach) except -1:
+        cdef int64_t i, n = keys.shape[0]
+        cdef int64_t found
+        cdef int status
+        if rows.shape[0] != n:
+            raise ShapeError(f"table {self.name!r}: {rows.shape[0]} rows for {n} keys")
+        self.enter(True)
+        try:
+            for i in range(n):
+                status = EC_STATE
+                if 0 <= rows[i] < self.t.row_limit and table_flags(self.t, rows[i])[0] & EC_LIMBO and table_key(self.t, rows[i])[0] == keys[i]:
+                    status = EC_OK
+                    if attach:
+                        table_find(self.t, &keys[i], NULL, 1, &found, 1)
+                        status = EC_STATE if found >= 0 else table_attach(self.t, keys[i], ec_hash(keys[i]), rows[i])
+                    else:
+                        table_free(self.t, ec_hash(keys[i]), rows[i])
+                if status != EC_OK:
+                    raise ShapeError(f"table {self.name!r}: row {rows[i]} is not the detached row of key {keys[i]}")
+        finally:
+            self.leave()
+        return 0
+
+    def attach(self, const int64_t[::1] keys not None, const int64_t[::1] rows not None):
+        """Map keys to their detached rows again, in order; stops with `ShapeError` at one that is not in limbo."""
+        self.settle_limbo(keys, rows, True)
+
+    def free(self, const int64_t[::1] keys not None, const int64_t[::1] rows not None):
+        """End detached rows, in order; stops with `ShapeError` at one that is not in limbo."""
+        self.settle_limbo(keys, rows, False)
+
+    def unborn(self, const int64_t[::1] keys not None):
+        """Undo the newest inserts: `keys` in the order in which they were born, undone from the last.
+
+        The next inserts get the same row indexes again. Stops with `ShapeError` at a key that is absent.
+        """
+        cdef int64_t i, row
+        self.enter(True)
+        try:
+            for i in range(keys.shape[0] - 1, -1, -1):
+                table_find(self.t, &keys[i], NULL, 1, &row, 1)
+                if row < 0:
+                    raise ShapeError(f"table {self.name!r}: key {keys[i]} is not there to be unborn")
+                table_unborn(self.t, keys[i], ec_hash(keys[i]), row)
+        finally:
+            self.leave()
+
     # --------------------------------------------------------------------------------------------------------- the whole
 
     cdef int64_t mapped_bytes(self) noexcept:

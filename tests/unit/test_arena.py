@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_addresses_do_not_overlap_and_do_not_move(stride: int) -> None:
     spans = sorted(
         (arena.address(start), arena.address(end - 1) + stride) for start, end in zip([0, *ends], ends, strict=False)
     )
-    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
     assert arena.nbytes == sum(size for _, size in arena.segments)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -98,7 +100,7 @@ def test_growth_is_by_half_and_any_bucket_count_works() -> None:
         index.put(longs([key]), np.array([key], dtype=np.uint32))
         counts.add(index.bucket_count)
     steps = sorted(counts)
-    assert all(after <= before * 1.5 + 1 for before, after in zip(steps, steps[1:], strict=False))
+    assert all(after <= before * 1.5 + 1 for before, after in itertools.pairwise(steps))
     assert any(count & (count - 1) for count in counts)
     assert index.check() < 64
 

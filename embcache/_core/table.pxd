@@ -98,12 +98,12 @@ cdef int64_t table_scan(ec_table *t, int64_t *cursor, int64_t *rows, int64_t mos
 
 
 cdef class Table:
-    cdef object __weakref__
     cdef ec_table *t               # never NULL once constructed; t.closed says whether it may still be used
     cdef readonly str name
     cdef readonly int64_t seed
     cdef readonly int num_threads  # default of the doors
     cdef int64_t pid               # the process that made it
+    cdef object __weakref__
     cdef int check_process(self) except -1   # ForkError in a child
     cdef int enter(self, bint write) except -1  # check_process, then the lock with the GIL released; ClosedError
     cdef void leave(self) noexcept

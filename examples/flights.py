@@ -12,7 +12,6 @@ if plain PyTorch's test AUC is further away than 0.002.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,9 +21,9 @@ import torch
 
 import embcache as ec
 from clicks import Clicks
+from comparison import first_difference, print_report
 from criteo import load_criteo
 from nycflights import load_flights
-from report import first_difference, print_report
 from runs import Setting, run_embcache, run_stock
 from scores import auc
 from synthetic import make_clicks
@@ -41,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if both checks held."""
     options = parse(arguments)
     torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(min(len(os.sched_getaffinity(0)), 2))
+    # The dense model is small: a second thread would mostly wait, and on a busy machine wait long.
+    torch.set_num_threads(1)
     # Plain PyTorch's sparse gradients would otherwise warn that they are not checked.
     torch.sparse.check_sparse_tensor_invariants.disable()
 

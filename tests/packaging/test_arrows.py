@@ -17,15 +17,16 @@ LAYERS = [
     ["errors"],
     ["_core", "config"],
     ["budget", "table"],
-    ["features"],
+    ["features", "hostmemory", "lookup"],
     ["devices", "layout"],
     ["buffer", "optim"],
     ["view"],
     ["manager"],
+    ["fused"],
     ["modules"],
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
-TORCH = {"features", "devices", "layout", "buffer", "optim", "manager", "modules"}
+TORCH = {"features", "hostmemory", "lookup", "devices", "layout", "buffer", "optim", "manager", "fused", "modules"}
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:

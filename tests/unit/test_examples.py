@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import comparison
 import flights
-import report
 import runs
 from clicks import Clicks, cross_keys, standardize
 from criteo import CATEGORIES, EMPTY_KEY, INTEGERS, load_criteo
@@ -334,7 +334,7 @@ def test_first_difference_finds_missing_tables_keys_and_parameters() -> None:
         result.dense["w"] = torch.tensor([dense])
         return result
 
-    assert report.first_difference(run([1, 2]), run([1, 2])) == ""
-    assert "tables" in report.first_difference(run([1]), run([1], table="u"))
-    assert "keys" in report.first_difference(run([1, 2]), run([1, 3]))
-    assert "parameter 'w'" in report.first_difference(run([1]), run([1], dense=1.0))
+    assert comparison.first_difference(run([1, 2]), run([1, 2])) == ""
+    assert "tables" in comparison.first_difference(run([1]), run([1], table="u"))
+    assert "keys" in comparison.first_difference(run([1, 2]), run([1, 3]))
+    assert "parameter 'w'" in comparison.first_difference(run([1]), run([1], dense=1.0))

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
+import embcache as ec
 from peers.limits import HugeMemory, lines_read
 from peers.maps import MAPS, CppMap, cpp_map
 from peers.tables import DictTable, IndexTable, KhashTable, SortedTable
 from race import MILLION_KEYS, QUERY_SETS, Absent, Contender, Race
 from samples import Sampler, keys_of
-
-import embcache as ec
 
 QUERIES = 1 << 20
 SLOW_SHARE = 1 / 16  # the part of the queries that dict and binary search get

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
+import embcache as ec
 from peers.limits import fresh_memset
 from peers.maps import MAPS, CppMap, cpp_map
 from peers.tables import KhashTable
 from race import MILLION_KEYS, MILLISECONDS, Absent, Contender, Race
 from samples import Sampler, keys_of
-
-import embcache as ec
 
 DIM = 16
 CALL = 4096

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
+import embcache as ec
 from peers.limits import HugeMemory, rows_copy
 from peers.maps import CppMap, cpp_map
 from race import MILLION_ROWS, QUERY_SETS, Absent, Contender, Race
 from samples import Sampler, keys_of
-
-import embcache as ec
 
 QUERIES = 1 << 18
 PIECE = 1 << 16

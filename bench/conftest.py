@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
 from race import Outcome, Race
 from report import lines, markdown
 
@@ -36,14 +36,13 @@ def rows() -> int:
 @pytest.fixture
 def race(benchmark: Any) -> Race:
     """The stopwatch of one test."""
-    return Race(benchmark, OUTCOMES, PATIENCE)
+    return Race(benchmark, OUTCOMES, PATIENCE, cpu_clock=os.environ.get("BENCH_CLOCK") == "cpu")
 
 
 @pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
+def _one_torch_thread() -> None:
     """Each case says how many threads it uses; torch's default would be all of them."""
     torch.set_num_threads(1)
-    yield
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -6,9 +6,9 @@ import ctypes
 from pathlib import Path
 
 import numpy as np
-from peers.native import address, build
 
 import embcache._core
+from peers.native import address, build
 
 __all__ = ["Dedup"]
 

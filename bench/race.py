@@ -87,12 +87,12 @@ class Contender:
         """The answer on one query set; nothing is put back yet."""
         return self.call(query_set)
 
-    def timed(self, query_set: int, repeat: int) -> float:
+    def timed(self, query_set: int, repeat: int, clock: Callable[[], float]) -> float:
         """Seconds of the whole case's work, done once."""
-        began = time.perf_counter()
+        began = clock()
         for _ in range(repeat):
             answer = self.call(query_set)
-        seconds = (time.perf_counter() - began) / repeat
+        seconds = (clock() - began) / repeat
         seconds = self.seconds_of(answer) if self.seconds_of else seconds
         if self.after:
             self.after(answer)
@@ -143,8 +143,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 class Race:
     """Runs one case under pytest-benchmark's stopwatch and notes the outcome. The fixture `race` gives one per test."""
 
-    def __init__(self, benchmark: Any, outcomes: list[Outcome], patience: list[float]) -> None:
-        self._benchmark, self._outcomes, self._patience = benchmark, outcomes, patience
+    def __init__(self, benchmark: Any, outcomes: list[Outcome], patience: list[float], *, cpu_clock: bool) -> None:
+        self._benchmark, self._outcomes, self._patience, self._cpu_clock = benchmark, outcomes, patience, cpu_clock
 
     def __call__(
         self,
@@ -158,11 +158,12 @@ class Race:
         unit: Unit,
         rounds: int = 7,
         repeat: int = 1,
-        checks: int = 1,
+        check_sets: Sequence[int] = (0,),
     ) -> Outcome:
-        """Compare answers on `checks` query sets, then time everyone for `rounds` rounds, `repeat` calls each."""
+        """Compare answers on `check_sets` in this order, then time everyone for `rounds` rounds, `repeat` calls each."""
+        clock = time.process_time if self._cpu_clock and threads == 1 else time.perf_counter
         present = [peer for peer in peers if isinstance(peer, Contender)]
-        self._compare(ours, present, checks)
+        self._compare(ours, present, check_sets)
 
         times: dict[str, list[float]] = {peer.name: [] for peer in present}
         loads: list[tuple[float, float]] = []
@@ -175,15 +176,15 @@ class Race:
             meter.start()
             at = turn % len(present) if present else 0
             for peer in present[at:] + present[:at]:
-                times[peer.name].append(peer.timed(query_set, repeat))
+                times[peer.name].append(peer.timed(query_set, repeat, clock))
             turn += 1
             return (query_set,), {}
 
         def our_turn(query_set: int) -> Any:
-            began = time.perf_counter()
+            began = clock()
             for _ in range(repeat):
                 answer = ours.call(query_set)
-            seconds = (time.perf_counter() - began) / repeat
+            seconds = (clock() - began) / repeat
             figures.append(ours.seconds_of(answer) if ours.seconds_of else seconds)
             return answer
 
@@ -222,9 +223,9 @@ class Race:
         return outcome
 
     @staticmethod
-    def _compare(ours: Contender, peers: list[Contender], checks: int) -> None:
+    def _compare(ours: Contender, peers: list[Contender], check_sets: Sequence[int]) -> None:
         """Everyone answers before the clock starts, which also warms everyone up."""
-        for query_set in range(checks):
+        for query_set in check_sets:
             expected = ours.answer(query_set)
             for peer in peers:
                 answer = peer.answer(query_set)

@@ -1,0 +1,111 @@
+"""What a call costs when there is almost nothing to do, and what importing the torch-free half costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import embcache as ec
+from embcache._core.swap import Plan, SwapManager
+from embcache._core.table import Table
+from peers.tables import KhashTable
+from peers.torch_bags import TorchBags
+from plans import finish
+from race import MICROSECONDS, MILLISECONDS, Contender, Race
+from samples import dense_table, keys_of
+from steps import EPS, LR, same
+
+CALLS = 300
+ROWS = 1000
+
+
+def same_array(ours: np.ndarray, theirs: np.ndarray) -> None:
+    assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_find_of_little(race: Race, size: int) -> None:
+    keys = keys_of(np.arange(ROWS))
+    query = keys[:size]
+    table, khash = ec.EmbTable("overhead", 1), KhashTable(keys)
+    table.insert(keys)
+    ours = Contender("embcache", lambda _i: table.find(query))
+    peer = Contender(khash.name, lambda _i: khash.find(query), same_array)
+    race("overhead", f"find of {size} keys", ours, [peer], work=1, unit=MICROSECONDS, repeat=CALLS, rounds=9)
+    table.close()
+
+
+def test_plan_of_little(race: Race) -> None:
+    keys, offsets = keys_of(np.arange(16)), np.array([0, 16])
+    tensor = torch.from_numpy(keys)
+    with SwapManager([Table("overhead", 1)], [ROWS]) as manager:
+        after = finish(manager)
+
+        def plan_and_finish(_i: int) -> Plan:
+            plan = manager.plan(keys, offsets)
+            after(plan)
+            return plan
+
+        def check(plan: Plan, theirs: tuple[torch.Tensor, torch.Tensor]) -> None:
+            assert np.array_equal(np.sort(plan.unique_keys), theirs[0].numpy())
+
+        peer = Contender("torch.unique(return_inverse)", lambda _i: torch.unique(tensor, return_inverse=True), check)
+        ours = Contender("embcache", plan_and_finish)
+        race(
+            "overhead", "plan of 16 keys, with finish", ours, [peer], work=1, unit=MICROSECONDS, repeat=CALLS, rounds=9
+        )
+
+
+def test_step_of_little(race: Race) -> None:
+    ids = np.arange(4)
+    features = ec.JaggedFeatures(["f"], torch.from_numpy(keys_of(ids)), torch.ones(4, dtype=torch.int64))
+    offsets, gradient = torch.arange(5), torch.from_numpy(dense_table(4, 16))
+    collection = ec.EmbeddingBagCollection([ec.TableConfig("f", 16, hbm_rows=ROWS)], optimizer=ec.SGD(lr=LR))
+    collection(features)
+    collection.optimizer.step()
+    bags = TorchBags([collection.manager.table("f").lookup(keys_of(ids), insert=False)], "SGD", LR, EPS)
+    tensor = torch.from_numpy(ids)
+
+    def step(_i: int) -> torch.Tensor:
+        out = collection(features).values()
+        out.backward(gradient)
+        return out.detach()
+
+    peer = Contender("nn.EmbeddingBag(sparse) + SGD", lambda _i: bags.step(tensor, offsets, gradient), same)
+    race(
+        "overhead",
+        "forward + backward of 4 bags",
+        Contender("embcache", step),
+        [peer],
+        work=1,
+        unit=MICROSECONDS,
+        repeat=CALLS,
+        rounds=9,
+    )
+    collection.close()
+
+
+def run_python(statement: str) -> str:
+    """A new interpreter that executes one statement."""
+    return subprocess.run([sys.executable, "-c", statement], check=True, capture_output=True, text=True).stdout
+
+
+def test_import(race: Race) -> None:
+    def check(ours: str, theirs: str) -> None:
+        assert ours == theirs
+
+    ours = Contender("embcache", lambda _i: run_python("import embcache, embcache.table"))
+    peers = [Contender("import numpy", lambda _i: run_python("import numpy"), check)]
+    race(
+        "overhead",
+        "python -c 'import embcache.table' (numpy included)",
+        ours,
+        peers,
+        work=1,
+        unit=MILLISECONDS,
+        rounds=9,
+    )

@@ -157,3 +157,7 @@ class HbmBuffer:
         for before, after in zip(old, [self.weights, *zip(*self.states, strict=True)], strict=True):
             for source, target in zip(before, after, strict=True):
                 target.copy_(source)
+
+    def release(self) -> None:
+        """Let go of the memory; the buffer is of no further use."""
+        self.weights, self.states = [], []

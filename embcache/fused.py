@@ -36,7 +36,7 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 class Forward:
     """One training forward: its plan, and from backward on the gradients of its outputs."""
 
-    __slots__ = ("__weakref__", "gradients", "info", "state", "weights")
+    __slots__ = ("gradients", "info", "state", "weights")
 
     def __init__(self, info: SwapInfo, weights: torch.Tensor | None) -> None:
         self.info = info
@@ -45,10 +45,28 @@ class Forward:
         self.gradients: tuple[torch.Tensor | None, ...] = ()
 
 
-class GraphToken:
-    """Lives as long as the autograd node that holds it."""
+def _graph_released(update: weakref.ref[FusedUpdate], forward: Forward) -> None:
+    """The autograd node of `forward` is gone. May run inside a garbage collection, so it only leaves a note."""
+    owner = update()
+    stale = forward.state is ARRIVED and owner is not None and owner._pass != current_pass()
+    if forward.state is OPEN or stale:
+        forward.state, forward.gradients = DONE, ()
+        manager = forward.info._owner()
+        if manager is not None:
+            manager.finish_late(forward.info)
 
-    __slots__ = ("__weakref__",)
+
+class GraphToken:
+    """Held by the autograd node of a forward, and by nothing else: when it goes, the graph was released."""
+
+    __slots__ = ("_forward", "_update")
+
+    def __init__(self, update: FusedUpdate, forward: Forward) -> None:
+        self._update, self._forward = weakref.ref(update), forward
+
+    # The function is bound as a default: at interpreter exit the module's globals may be gone before the last graph.
+    def __del__(self, released: Callable[..., None] = _graph_released) -> None:
+        released(self._update, self._forward)
 
 
 @dataclass
@@ -97,11 +115,10 @@ class FusedUpdate:
 
     def begin(self, info: SwapInfo, weights: torch.Tensor | None) -> tuple[Forward, GraphToken]:
         """Register a forward; its pins end with the returned token unless a backward comes first."""
-        forward, token = Forward(info, weights), GraphToken()
-        weakref.finalize(token, _graph_released, weakref.ref(self), forward).atexit = False
+        forward = Forward(info, weights)
         self._open = [other for other in self._open if other.state is OPEN]
         self._open.append(forward)
-        return forward, token
+        return forward, GraphToken(self, forward)
 
     def _finish(self, forwards: list[Forward]) -> None:
         """End the pins of these forwards and let go of their gradients."""
@@ -298,14 +315,3 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
     bound = method()
     if bound is not None:
         bound()
-
-
-def _graph_released(update: weakref.ref[FusedUpdate], forward: Forward) -> None:
-    """The autograd node of `forward` is gone. May run inside a garbage collection, so it only leaves a note."""
-    owner = update()
-    stale = forward.state is ARRIVED and owner is not None and owner._pass != current_pass()
-    if forward.state is OPEN or stale:
-        forward.state, forward.gradients = DONE, ()
-        manager = forward.info._owner()
-        if manager is not None:
-            manager.finish_late(forward.info)

@@ -48,8 +48,10 @@ class FlatBatch:
     timestamps : int64 (n,), or None
     weights : float32 tensor (n,), or None
         Per-sample weights in the same order; connected to the caller's weights in autograd.
-    lengths : list of int64 tensor (batch_size,)
-        One per column.
+    lengths : int64 tensor (features of the batch * batch_size,)
+        The batch's own.
+    sources : int64 (columns,)
+        Place of each column's feature in the batch.
     """
 
     batch_size: int
@@ -58,7 +60,15 @@ class FlatBatch:
     bag_offsets: np.ndarray
     timestamps: np.ndarray | None
     weights: torch.Tensor | None
-    lengths: list[torch.Tensor]
+    lengths: torch.Tensor
+    sources: np.ndarray
+
+    def column_lengths(self) -> list[torch.Tensor]:
+        """int64 (batch_size,) of each column."""
+        if self.batch_size == 0:
+            return [self.lengths] * len(self.sources)
+        per_feature = torch.split(self.lengths, self.batch_size)
+        return [per_feature[f] for f in self.sources]
 
 
 class TableLayout:
@@ -189,7 +199,6 @@ class TableLayout:
         timestamps = batch.timestamps_or_none()
         stamps = None if timestamps is None else timestamps.detach().cpu().numpy()
         weights = batch.weights_or_none()
-        per_feature = torch.split(batch.lengths(), size) if size else [batch.lengths()] * len(batch._keys)
         if not identical:
             counts = bags.sum(axis=1)
             edges = np.concatenate(([0], np.cumsum(counts)))
@@ -210,7 +219,8 @@ class TableLayout:
             bag_offsets=bag_offsets,
             timestamps=stamps,
             weights=weights,
-            lengths=[per_feature[f] for f in source],
+            lengths=batch.lengths(),
+            sources=source,
         )
 
 

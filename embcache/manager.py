@@ -26,7 +26,7 @@ from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import Backend, GroupLookup, backend_for
-from .errors import ClosedError, ConfigError, ForkError, HbmCapacityError, PlanError
+from .errors import ClosedError, ConfigError, ForkError, HbmCapacityError, HostMemoryError, PlanError
 from .features import as_jagged_features
 from .layout import FlatBatch, TableLayout
 from .table import initializer_spec
@@ -215,6 +215,7 @@ class EmbCacheManager:
         growing = hbm_bytes is None and self.backend.direct
         limits = [(table.num_embeddings or MAX_SLOTS) if growing and table.hbm_rows is None else 0 for table in configs]
         self._slots, self._slot_limits = np.array(capacities), np.maximum(limits, capacities)
+        self._growing = bool((self._slots < self._slot_limits).any())
         self.host_tables = [self._make_table(table) for table in configs]
         self.planner = self._make_planner(capacities)
         self.buffer = HbmBuffer(self.layout, optimizer, self.backend, capacities)
@@ -275,16 +276,30 @@ class EmbCacheManager:
         allowed = max(0, min(int((free + self.buffer.bytes) * FREE_MEMORY_SHARE), free) - self.buffer.bytes)
         if extra > allowed:
             target = old + [int(more) * allowed // extra for more in target - old]
-            self._slot_limits = target
+            self._settle_at(target)
         if np.array_equal(target, old):
             return False
-        self.buffer.resize(target.tolist())
-        for t, capacity in enumerate(target.tolist()):
-            self.planner.grow(t, capacity)
+        try:
+            self.buffer.resize(target.tolist())
+        except HostMemoryError:
+            self._settle_at(old)
+            return False
+        try:
+            for t, capacity in enumerate(target.tolist()):
+                self.planner.grow(t, capacity)
+        except HostMemoryError:
+            target = np.array([self.planner.capacity(t) for t in range(len(old))])
+            self._settle_at(target)
+            self.buffer.resize(target.tolist())
         self.planner.set_bases(self.buffer.bases)
         self._slots = target
+        self._growing = bool((self._slots < self._slot_limits).any())
         self.changes += 1
-        return True
+        return not np.array_equal(target, old)
+
+    def _settle_at(self, capacities: np.ndarray) -> None:
+        """Grow no further than this."""
+        self._slot_limits, self._growing = capacities, False
 
     def reserve_forwards(self, count: int) -> None:
         """Let a growing buffer keep room for `count` batches at once (a collection's forwards before its update)."""
@@ -318,15 +333,15 @@ class EmbCacheManager:
         flat = self.layout.flatten(as_jagged_features(batch))
         with self.door:
             plan = self._plan_with_room(flat)
-            self._unique_sums += np.diff(plan.unique_offsets)
+            self._unique_sums += plan.unique_offsets[1:] - plan.unique_offsets[:-1]
             self.changes += 1
             return SwapInfo(self, plan, flat)
 
     def _plan_with_room(self, flat: FlatBatch) -> Plan:
         """Plan; where the buffer may grow, see first that the batch and a few like it fit beside the residents."""
-        growable = self._slots < self._slot_limits
-        if not growable.any():
+        if not self._growing:
             return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
+        growable = self._slots < self._slot_limits
         alone = not self.planner.outstanding
         try:
             plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
@@ -585,10 +600,12 @@ class EmbCacheManager:
             if table.admit_and_evict is not None:
                 state = old.filter_state(t)
                 planner.load_filter_state(t, *(state[name] for name in ("keys", "counts", "last", "newest", "step")))
+        planner.start_at(old.step)
         self.buffer.resize(capacities)
         planner.set_bases(self.buffer.bases)
         self.planner = self.door.planner = planner
-        self._slots = self._slot_limits = np.array(capacities)
+        self._slots = np.array(capacities)
+        self._settle_at(self._slots)
         self._past = past
         self.changes += 1
         old.close()
@@ -651,6 +668,7 @@ class EmbCacheManager:
                 return
             self.door.closed = True
             self.planner.close()
+            self.buffer.release()
             for table in self.host_tables:
                 table.close()
 

@@ -358,7 +358,8 @@ class EmbeddingCollection(CachedCollection):
         columns: list[torch.Tensor] = []
         for group, output in zip(layout.groups, outputs, strict=True):
             columns += torch.split(output, counts[group.first_column : group.last_column])
+        lengths = flat.column_lengths()
         return {
-            name: JaggedTensor(columns[column], flat.lengths[column])
+            name: JaggedTensor(columns[column], lengths[column])
             for name, column in zip(layout.output_names, layout.output_columns, strict=True)
         }

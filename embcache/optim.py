@@ -112,7 +112,7 @@ class EmbOptimizer(torch.optim.Optimizer):
         # Schedulers warn when they step before their optimizer did; for them, it just did.
         self._opt_called = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish a training step: end what abandoned forwards hold. The rows were updated in backward already."""
         loss = None
         if closure is not None:

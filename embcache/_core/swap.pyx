@@ -1094,6 +1094,26 @@ cdef class SwapManager:
         finally:
             self.leave()
 
+    def start_at(self, step):
+        """Number the next plan step + 1: this manager goes on where another one stopped.
+
+        Raises
+        ------
+        PlanError
+            While a plan is unfinished.
+        ConfigError
+            `step` is before this manager's last step.
+        """
+        cdef int64_t value = step
+        self.enter()
+        try:
+            self.check_settled("start_at")
+            if value < self.last_step:
+                raise ConfigError(f"step = {value} is before this manager's step {self.last_step}")
+            self.last_step = value
+        finally:
+            self.leave()
+
     # -------------------------------------------------------------------------------------------------------- looking at it
 
     @property

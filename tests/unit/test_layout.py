@@ -59,7 +59,7 @@ def test_flatten_orders_by_table_and_shares_features():
     assert flat.bag_offsets.tolist() == [0, 0, 3, 5, 6, 6, 9]
     assert flat.timestamps.tolist() == [4, 5, 6, 1, 2, 3, 4, 5, 6]
     assert flat.weights.tolist() == [4, 5, 6, 1, 2, 3, 4, 5, 6]
-    assert [lengths.tolist() for lengths in flat.lengths] == [[0, 3], [2, 1], [0, 3]]
+    assert [lengths.tolist() for lengths in flat.column_lengths()] == [[0, 3], [2, 1], [0, 3]]
 
 
 def test_weights_stay_connected_to_the_callers():
@@ -82,7 +82,7 @@ def test_empty_batches_flatten(size):
     layout = TableLayout([TableConfig("x", 4), TableConfig("y", 8)])
     flat = layout.flatten(JaggedFeatures(["x", "y"], [], torch.zeros(2 * size, dtype=torch.int64)))
     assert flat.keys.dtype == np.int64 and flat.table_offsets.tolist() == [0, 0, 0]
-    assert flat.bag_offsets.tolist() == [0] * (2 * size + 1) and len(flat.lengths) == 2
+    assert flat.bag_offsets.tolist() == [0] * (2 * size + 1) and len(flat.column_lengths()) == 2
 
 
 def test_i11_a_missing_feature_is_named_with_its_table():

@@ -1,14 +1,22 @@
-"""Settings of hypothesis for every test: no deadline (machines are shared), the same examples on each run in CI."""
+"""Settings of hypothesis for every test.
+
+``make test`` runs the same examples everywhere (derandomized), so that a red test is red for everybody. A soak run looks
+for new ones: ``EMBCACHE_SOAK=20 make test`` draws at random and multiplies the number of examples of the promises by 20.
+No deadline, since machines are shared.
+"""
 
 from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("default", deadline=None, print_blob=True)
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+settings.register_profile("default", deadline=None, print_blob=True, derandomize=True, suppress_health_check=SLOW)
+settings.register_profile("soak", deadline=None, print_blob=True, max_examples=1000, suppress_health_check=SLOW)
+# What `tools/sanitize.sh` asks for: everything there is many times slower.
 settings.register_profile(
     "few", deadline=None, print_blob=True, derandomize=True, max_examples=15, stateful_step_count=20
 )
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+settings.load_profile("soak" if os.environ.get("EMBCACHE_SOAK") else "default")

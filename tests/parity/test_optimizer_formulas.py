@@ -116,7 +116,8 @@ def test_against_torch_optim_on_sparse_gradients(backend: Backend, spec: Any, di
         table.grad = torch.sparse_coo_tensor(
             torch.from_numpy(slots)[None], torch.from_numpy(grad), (ROWS, dim), check_invariants=True
         )
-        peer.step()
+        with torch.sparse.check_sparse_tensor_invariants():
+            peer.step()
     weights, states = trained(backend, spec, dim)
     np.testing.assert_allclose(weights, table.detach().numpy(), rtol=1e-4, atol=1e-5)
     names = {"sgd": [], "adagrad": ["sum"], "adam": ["exp_avg", "exp_avg_sq"]}[spec.kind]

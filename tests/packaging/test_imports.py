@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -55,3 +57,9 @@ def test_public_names_are_complete_and_documented():
     assert embcache.__version__
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         embcache.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["features", "table", "optim", "view", "manager", "modules"])
+def test_the_examples_in_docstrings_run(module):
+    result = doctest.testmod(import_module(f"embcache.{module}"))
+    assert result.attempted > 0 and result.failed == 0

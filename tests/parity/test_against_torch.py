@@ -12,6 +12,8 @@ import torch
 from torch.nn import functional
 
 import embcache as ec
+import embcache.manager
+from embcache.devices import backend_for
 
 VOCABULARY = 120
 BATCH, STEPS = 6, 12
@@ -245,3 +247,47 @@ def test_gradients_of_per_sample_weights_are_torchs():
             ((out - target_of(0, out.shape)) ** 2).sum().backward()
             gradients.append(weights.grad)
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def on_torch_operators(monkeypatch):
+    """Managers made from here on use stock torch operators, staging memory and uploads, as on an accelerator."""
+    monkeypatch.setattr(
+        embcache.manager,
+        "backend_for",
+        lambda device, num_threads=None: backend_for(device, kernels="torch", num_threads=num_threads),
+    )
+
+
+@pytest.mark.parametrize("pooling", ["weighted mean", "sequence"])
+@pytest.mark.parametrize(
+    "spec", [ec.SGD(lr=0.1), ec.RowWiseAdagrad(lr=0.1), ec.Adam(lr=0.05)], ids=lambda spec: spec.kind
+)
+def test_stock_torch_operators_train_alike(spec, pooling, request):
+    batches = random_batches(5, "weighted" in pooling)
+    runs = []
+    for fixture in (None, "on_torch_operators"):
+        if fixture:
+            request.getfixturevalue(fixture)
+        # Two batches an update, so that the sums over several forwards take part; and a budget, as a device has one.
+        collection = make(pooling, spec, hbm_rows=70, accumulate=2)
+        assert collection.manager.backend.direct == (fixture is None)
+        train(collection, batches)
+        assert collection.manager.stats()["swap_out_rows"] > 0
+        with torch.no_grad():
+            runs.append((*rows_of(collection), outputs_of(collection, batches[0]).numpy()))
+    for ours, theirs in zip(*runs, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_i9_holds_on_stock_torch_operators(on_torch_operators):
+    batches = random_batches(6, weighted=True, features=3, steps=15)
+    seen = []
+    for hbm_rows in (40, 55, 400):
+        collection = ec.EmbeddingBagCollection(filtered_tables(hbm_rows), optimizer=ec.Adagrad(lr=0.1))
+        for step, batch in enumerate(batches):
+            out = collection(batch).values()
+            ((out - target_of(step, out.shape)) ** 2).sum().backward()
+        assert (collection.manager.stats()["swap_out_rows"] > 0) == (hbm_rows < 400)
+        seen.append({name: [c.tobytes() for c in columns] for name, columns in everything(collection).items()})
+    assert seen[0] == seen[1] == seen[2]

@@ -256,6 +256,23 @@ def test_a_growing_buffer_that_is_short_only_while_plans_are_outstanding_says_so
     assert len(manager.plan(batch(list(range(100_000)))).slots) == 100_000
 
 
+def test_growth_that_memory_refuses_leaves_the_buffer_as_it_was(monkeypatch):
+    manager = make(hbm_rows=None)
+    info = through(manager, [1, 2])
+    manager.buffer.weights[0].numpy()[info.slots] = [[1, 1], [2, 2]]
+
+    def refuse(self: object, rows: int, dim: int) -> None:
+        raise ec.HostMemoryError("refused")
+
+    monkeypatch.setattr(type(manager.backend), "allocate", refuse)
+    with pytest.raises(ec.HbmCapacityError):
+        manager.plan(batch(list(range(1000))))
+    for step in range(10):
+        through(manager, list(range(step * 100, step * 100 + 100)))
+    assert manager.stats()["swap_out_rows"] > 0
+    assert manager.table("t").lookup([1, 2], insert=False).tolist() == [[1, 1], [2, 2]]
+
+
 # ------------------------------------------------------------------------------------------------------ flush, rebalance
 
 
@@ -307,6 +324,23 @@ def test_rebalance_follows_the_measured_keys_and_changes_no_result():
         )
         ebc.manager.planner.check()
     assert outcomes[0] == outcomes[1]
+
+
+def test_steps_go_on_after_rebalance_without_a_filter():
+    tables = [ec.TableConfig("few", 4), ec.TableConfig("many", 4)]
+    manager = ec.EmbCacheManager(tables, optimizer=ec.SGD(), hbm_bytes=16 * 202)
+    for step in range(3):
+        values = np.concatenate([np.zeros(50, dtype=np.int64), np.arange(50) + step])
+        info = manager.plan(ec.JaggedFeatures(["few", "many"], values, np.ones(100, dtype=np.int64)))
+        manager.swap_out(info)
+        manager.swap_in(info)
+        manager.finish(info)
+    before = manager.stats()
+    manager.rebalance()
+    after = manager.stats()
+    assert after["tables"]["many"]["capacity"] > 1.5 * before["tables"]["many"]["capacity"]
+    assert after["step"] == 3 and after["swap_in_rows"] == before["swap_in_rows"]
+    assert manager.plan(ec.JaggedFeatures(["few", "many"], [0], [1, 0])).step == 4
 
 
 def test_rebalance_waits_for_plans_and_needs_a_budget():

@@ -7,6 +7,8 @@ the history as of the last finished batch (I6).
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from models.planner_model import ModelCapacityError, PlannerModel
 
@@ -38,7 +40,8 @@ class Rig:
         self.hbm: dict[int, History] = {}  # slot -> history
         self.truth: dict[tuple[int, int], History] = {}  # (table, row) -> history as trained
         self.serial = 0
-        self.seen = dict.fromkeys(("hits", "swap_out_rows", "evicted", "forgotten", "rejected"), 0)
+        self.rows_used: dict[int, list[dict[int, int]]] = {}  # step -> table -> admitted key -> row of the life that it trains
+        self.seen: Counter[str] = Counter()  # what has happened, so that a test can tell that it has tested something
 
     def close(self) -> None:
         _fail_allocation(-1)
@@ -61,6 +64,7 @@ class Rig:
             return None
         except HbmCapacityError as error:
             try:
+                self.seen["refused"] += 1
                 self.model.plan(keys, times, [{key: -1 - i for i, key in enumerate(set(part))} for part in keys])  # rows at will
             except ModelCapacityError as expected:
                 assert (error.table, error.need, error.have) == (f"table{expected.table}", expected.need, expected.have)
@@ -74,12 +78,22 @@ class Rig:
         rows = [dict(zip(k.tolist(), r.tolist(), strict=True)) for k, r in ins]
         shares = self.model.plan(keys, times, rows)
         self.compare_plan(plan, shares, keys, offsets)
+        self.rows_used[plan.step] = [
+            {key: table.rows[key].index for key, admitted in zip(share.unique, share.admitted, strict=True) if admitted}
+            for share, table in zip(shares, self.model.tables, strict=True)
+        ]
         for t, share in enumerate(shares):
             for key in share.born:
                 self.serial += 1
                 self.host[t, rows[t][key]] = self.truth[t, rows[t][key]] = ("born", key, self.serial)
-            for name in self.seen:
-                self.seen[name] = max(self.seen[name], self.model.tables[t].totals[name])
+            self.seen["hits"] += share.hits
+            self.seen["swap_out_rows"] += len(share.swap_out)
+            self.seen["evicted"] += len(share.killed)
+            self.seen["forgotten"] += share.forgotten
+            self.seen["rejected"] += len(share.admitted) - sum(share.admitted)
+            gone = self.model.tables[t].gone
+            self.seen["zombies"] += sum(bool(one.pins) and one.killer == plan.step for one in gone)
+            self.seen["dying slots taken"] += sum(one.writer == plan.step for one in gone)
         self.plans.append(plan)
         return plan
 
@@ -113,6 +127,7 @@ class Rig:
         plan = self.plans.pop()
         self.manager.cancel(plan)
         self.model.cancel(plan.step)
+        self.seen["cancelled"] += 1
         assert plan.state == "cancelled"
 
     def move(self) -> None:
@@ -142,20 +157,12 @@ class Rig:
                 if not admitted:
                     assert slot == self.model.tables[t].base + self.model.tables[t].capacity
                     continue
-                row = self.row_of_plan(plan, t, key)
+                row = self.rows_used[plan.step][t][key]
                 assert self.hbm[slot] == self.truth[t, row], f"step {plan.step}: slot {slot} does not hold key {key}"
                 self.hbm[slot] = self.truth[t, row] = (*self.truth[t, row], plan.step)
         self.manager.finish(plan)
         self.model.finish(plan.step)
         self.plans.remove(plan)
-
-    def row_of_plan(self, plan: Plan, t: int, key: int) -> int:
-        """Row of an admitted key of an unfinished plan: of its present life, unless a later plan has evicted it."""
-        for step, shares in self.model.unfinished.items():
-            for killed, row in shares[t].killed:
-                if step > plan.step and killed == key:
-                    return row
-        return self.model.tables[t].rows[key].index
 
     # ------------------------------------------------------------------------------------------------------ from outside
 

@@ -1,0 +1,88 @@
+"""Feature filter against its model: admission and eviction alone, every batch trained at once, in roomy and in tight HBM.
+
+Promise I9 for the filter: what is admitted, counted and evicted does not depend on the number of slots or of threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from models.planner_rig import Rig
+
+from embcache.config import AdmitAndEvictConfig
+
+KEYS = [0, 1, -1, 2, 3, 5, 8, 13, -(2**63), 2**63 - 1]
+ROOMY, TIGHT = len(KEYS), 6
+EXTREMES = [-(2**63), -(2**63) + 1, 2**63 - 2, 2**63 - 1, 0]
+
+
+class FilterMachine(RuleBasedStateMachine):
+    """Three planners with one filter: all keys fit; few do; few do and every second batch is planned ahead."""
+
+    @initialize(
+        admit=st.sampled_from([-1, 0, 1, 2, 3, 5]),
+        evict=st.sampled_from([0, 1, 2, 5, 2**62, 2**63 - 1]),
+        interval=st.integers(1, 4),
+        source=st.sampled_from(["timestamps", "step"]),
+    )
+    def start(self, admit, evict, interval, source):
+        config = AdmitAndEvictConfig(
+            admit_threshold=admit, evict_threshold=evict, evict_step_interval=interval if evict else 0, time_source=source
+        )
+        self.rigs = [Rig([capacity], [config]) for capacity in (ROOMY, TIGHT, 2 * TIGHT)]
+
+    def batch(self, keys, times):
+        decisions = []
+        for rig, ahead in zip(self.rigs, (0, 0, 1), strict=True):
+            while len(rig.plans) > ahead:
+                while rig.plans[0].state != "swapped_in":
+                    rig.move()
+                rig.train_and_finish(0)
+            plan = rig.plan([keys], [times])
+            assert plan is not None
+            decisions.append(plan.admitted.tolist())
+        assert decisions[0] == decisions[1] == decisions[2]
+
+    @rule(entries=st.lists(st.tuples(st.sampled_from(KEYS), st.integers(0, 12)), max_size=TIGHT))
+    def ordinary_batch(self, entries):
+        self.batch([key for key, _ in entries], [time for _, time in entries])
+
+    @rule(entries=st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(EXTREMES)), max_size=3))
+    def extreme_times(self, entries):
+        self.batch([key for key, _ in entries], [time for _, time in entries])
+
+    @rule(key=st.sampled_from(KEYS), count=st.integers(1, 6), time=st.integers(0, 12))
+    def hot_key(self, key, count, time):
+        self.batch([key] * count, [time - i for i in range(count)])
+
+    @rule()
+    def empty_batch(self):
+        self.batch([], [])
+
+    @rule(key=st.sampled_from(KEYS))
+    def row_from_outside(self, key):
+        """A row that the user puts in is admitted, keeps what was counted before, and never dies unseen."""
+        if not any(rig.model.in_use(0, key) for rig in self.rigs):
+            for rig in self.rigs:
+                rig.put(0, key)
+
+    @invariant()
+    def agree(self):
+        if not hasattr(self, "rigs"):
+            return
+        states = []
+        for rig in self.rigs:
+            rig.compare_state(KEYS)
+            state = rig.manager.filter_state(0)
+            states.append({name: np.asarray(value).tolist() for name, value in state.items()})
+        assert states[0] == states[1] == states[2]
+
+    def teardown(self):
+        for rig in getattr(self, "rigs", []):
+            rig.close()
+
+
+TestFilterMachine = FilterMachine.TestCase
+TestFilterMachine.settings = settings(max_examples=60, stateful_step_count=40)

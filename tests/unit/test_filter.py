@@ -1,0 +1,260 @@
+"""The feature filter by example: when a key earns its row and when it loses it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from embcache._core.filter import FeatureFilter
+from embcache._core.swap import SwapManager
+from embcache._core.table import Table
+from embcache.config import AdmitAndEvictConfig
+from embcache.errors import ConfigError, PlanError
+
+NEVER = -(2**63)
+LAST = 2**63 - 1
+
+
+def make(capacity=8, *, with_row=(), **config):
+    table = Table("t", 1, with_filter=True)
+    if with_row:
+        table.insert(np.array(with_row, np.int64))
+    return SwapManager([table], [capacity], [AdmitAndEvictConfig(**config)], num_threads=1), table
+
+
+def run(manager, keys, times=None):
+    one = manager.plan(np.array(keys, np.int64), np.array([0, len(keys)]), None if times is None else np.array(times, np.int64))
+    manager.mark_swapped_out(one)
+    manager.mark_swapped_in(one)
+    manager.finish(one)
+    manager.check()
+    return dict(zip(one.unique_keys.tolist(), one.admitted.tolist(), strict=True))
+
+
+def counters(manager):
+    """key -> (count, last, has row)"""
+    state = manager.filter_state(0)
+    columns = (state[name].tolist() for name in ("counts", "last", "has_row"))
+    return dict(zip(state["keys"].tolist(), zip(*columns, strict=True), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ admission
+
+
+def test_case_22_and_23_occurrences_count_and_the_threshold_itself_admits():
+    manager, table = make(admit_threshold=3)
+    assert run(manager, [1, 1, 2]) == {1: 0, 2: 0}
+    assert len(table) == 0
+    assert run(manager, [1, 2]) == {1: 1, 2: 0}  # third occurrence of 1, second of 2
+    assert run(manager, [3, 3, 3, 2]) == {3: 1, 2: 1}  # all of the batch counts first, for every occurrence of it
+    assert counters(manager) == {1: (3, NEVER, 1), 2: (3, NEVER, 1), 3: (3, NEVER, 1)}
+    assert len(table) == 3
+
+
+@pytest.mark.parametrize("threshold", [-1, 0, 1])
+def test_low_thresholds_admit_at_once(threshold):
+    manager, _ = make(admit_threshold=threshold)
+    assert run(manager, [7, 8, 7]) == {7: 1, 8: 1}
+    assert counters(manager) == {7: (2, NEVER, 1), 8: (1, NEVER, 1)}
+
+
+def test_an_admitted_key_stays_admitted_through_hbm_and_host():
+    manager, _ = make(1, admit_threshold=2)
+    assert run(manager, [1, 1]) == {1: 1}
+    assert run(manager, [2, 2]) == {2: 1}  # 1 goes to the host
+    assert counters(manager)[1] == (2, NEVER, 1)
+    assert run(manager, [1]) == {1: 1}
+    assert counters(manager) == {1: (3, NEVER, 1), 2: (2, NEVER, 1)}
+
+
+def test_rejected_keys_take_no_slot_and_no_row():
+    manager, table = make(1, admit_threshold=2)
+    assert set(run(manager, list(range(500))).values()) == {0}
+    assert len(table) == 0 and manager.free_slots(0) == 1
+    assert manager.stats()[0]["rejected"] == 500 and manager.stats()[0]["admitted"] == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- eviction
+
+
+def test_a_sweep_evicts_what_is_more_than_the_threshold_behind():
+    manager, table = make(evict_threshold=10, evict_step_interval=2)
+    run(manager, [1, 2, 3], [0, 1, 2])
+    run(manager, [4], [11])  # cut-off 1: only 1 is below it
+    assert counters(manager) == {2: (1, 1, 1), 3: (1, 2, 1), 4: (1, 11, 1)}
+    run(manager, [4], [100])  # step 3: no sweep
+    assert len(table) == 3
+    run(manager, [], [])  # step 4: a sweep without keys
+    assert counters(manager) == {4: (2, 100, 1)}
+    assert len(table) == 1 and manager.stats()[0]["evicted"] == 3
+
+
+def test_last_is_the_largest_timestamp_not_the_latest_seen():
+    manager, _ = make(evict_threshold=5, evict_step_interval=1)
+    run(manager, [1, 1, 1], [3, 9, 4])
+    run(manager, [1], [2])
+    assert counters(manager) == {1: (4, 9, 1)} and manager.filter_state(0)["newest"] == 9
+
+
+def test_eviction_from_host_rows_residents_and_waiting_keys():
+    manager, table = make(2, admit_threshold=2, evict_threshold=3, evict_step_interval=4)
+    run(manager, [1, 1, 2, 2], [0, 0, 0, 0])
+    run(manager, [3, 3], [1, 1])  # 1 goes to the host
+    run(manager, [4], [1])  # waits
+    assert {key: has_row for key, (_, _, has_row) in counters(manager).items()} == {1: 1, 2: 1, 3: 1, 4: 0}
+    assert run(manager, [3], [9]) == {3: 1}
+    assert counters(manager) == {3: (3, 9, 1)}
+    assert manager.stats()[0]["evicted"] == 2 and manager.stats()[0]["forgotten"] == 1 and len(table) == 1
+
+
+def test_an_evicted_key_must_qualify_again_and_gets_a_new_row():
+    manager, table = make(admit_threshold=2, evict_threshold=1, evict_step_interval=2)
+    run(manager, [1, 1], [0, 0])
+    run(manager, [2], [50])
+    assert 1 not in counters(manager) and table.find(np.array([1])).tolist() == [-1]
+    assert run(manager, [1], [50]) == {1: 0}
+    assert run(manager, [1], [50]) == {1: 1}
+    assert manager.stats()[0]["born"] == 2
+
+
+@pytest.mark.parametrize("admit", [-1, 2])
+def test_a_key_swept_in_its_own_batch_reads_the_default(admit):
+    manager, table = make(admit_threshold=admit, evict_threshold=5, evict_step_interval=2)
+    run(manager, [1, 1, 2, 2], [0, 0, 0, 0])
+    batch = run(manager, [1, 1, 3, 4, 4], [3, 2, 1, 20, 20])  # sweep with cut-off 15
+    assert batch == {1: 0, 3: 0, 4: 1}  # a resident, a new key, and one that is young enough
+    assert counters(manager) == {4: (2, 20, 1)} and len(table) == 1
+
+
+def test_steps_as_time():
+    manager, _ = make(evict_threshold=2, evict_step_interval=1, time_source="step")
+    run(manager, [1])
+    run(manager, [2])
+    run(manager, [2])
+    assert 1 in counters(manager)  # last 1, newest 3: not more than 2 behind
+    run(manager, [2])
+    assert counters(manager) == {2: (3, 4, 1)}
+
+
+@pytest.mark.parametrize("threshold", [1, 2**62, LAST])
+def test_extreme_timestamps_do_not_overflow(threshold):
+    manager, _ = make(evict_threshold=threshold, evict_step_interval=1)
+    run(manager, [1], [NEVER])
+    assert counters(manager) == {1: (1, NEVER, 1)}  # nothing is further behind than there are timestamps
+    run(manager, [2], [NEVER + 1])
+    assert set(counters(manager)) == {1, 2}
+    run(manager, [3], [LAST])
+    assert set(counters(manager)) == {3}
+    run(manager, [4], [LAST - 1])
+    assert set(counters(manager)) == {3, 4}
+
+
+def test_newest_stays_newest_when_its_key_is_gone():
+    manager, _ = make(evict_threshold=5, evict_step_interval=1)
+    run(manager, [1], [100])
+    run(manager, [2], [10])
+    assert manager.filter_state(0)["newest"] == 100 and set(counters(manager)) == {1}
+
+
+# ------------------------------------------------------------------------------------------------- pins, undo, rows by hand
+
+
+def test_a_key_pinned_by_an_earlier_batch_dies_at_once_and_frees_its_slot_later():
+    manager, table = make(2, evict_threshold=1, evict_step_interval=2)
+    first = manager.plan(np.array([1]), np.array([0, 1]), np.array([0]))
+    second = manager.plan(np.array([2]), np.array([0, 1]), np.array([9]))
+    assert set(counters(manager)) == {2} and manager.free_slots(0) == 0 and manager.pinned(0) == 2
+    third = manager.plan(np.array([2]), np.array([0, 1]), np.array([9]))
+    for one in (first, second, third):
+        manager.mark_swapped_out(one)
+        manager.mark_swapped_in(one)
+    manager.finish(first)
+    assert manager.pinned(0) == 1 and manager.free_slots(0) == 0  # evaluation may still ask for key 1
+    manager.finish(second)
+    assert manager.free_slots(0) == 1
+    fourth = manager.plan(np.array([1]), np.array([0, 1]), np.array([9]))
+    assert len(fourth.swap_out_keys) == 0 and fourth.slots.tolist() == first.slots.tolist()
+    assert fourth.swap_in_rows.tolist() == first.swap_in_rows.tolist()  # the row index is free again, the row is new
+    assert len(table) == 2
+    manager.check()
+
+
+def test_an_evicted_key_comes_back_with_another_row_while_the_old_one_is_in_use():
+    manager, _ = make(4, evict_threshold=1, evict_step_interval=2)
+    first = manager.plan(np.array([1]), np.array([0, 1]), np.array([0]))
+    manager.plan(np.array([2]), np.array([0, 1]), np.array([9]))
+    third = manager.plan(np.array([1]), np.array([0, 1]), np.array([9]))
+    assert third.misses == 1 and third.slots.tolist() != first.slots.tolist()
+    assert third.swap_in_rows.tolist() != first.swap_in_rows.tolist()
+    assert counters(manager)[1] == (1, 9, 1)
+    manager.check()
+
+
+def test_cancel_brings_evicted_keys_back_with_their_rows():
+    manager, table = make(2, admit_threshold=2, evict_threshold=1, evict_step_interval=2)
+    run(manager, [1, 1, 2, 2], [0, 0, 0, 0])
+    before, rows = counters(manager), table.find(np.array([1, 2])).tolist()
+    one = manager.plan(np.array([3, 3, 4]), np.array([0, 3]), np.array([9, 9, 9]))
+    assert set(counters(manager)) == {3, 4}
+    manager.cancel(one)
+    assert counters(manager) == before and table.find(np.array([1, 2])).tolist() == rows
+    assert manager.filter_state(0)["newest"] == 0 and manager.step == 1
+    manager.check()
+
+
+def test_rows_put_in_by_the_user_are_admitted_and_not_swept_unseen():
+    manager, table = make(admit_threshold=5, evict_threshold=1, evict_step_interval=1, with_row=[1, 2])
+    assert run(manager, [1], [50]) == {1: 1}
+    run(manager, [3], [60])  # 1 is too old now; 2 has no timestamp
+    assert set(counters(manager)) == {2, 3} and len(table) == 1
+
+
+def test_a_row_put_in_for_a_waiting_key_takes_over_its_counters():
+    manager, table = make(admit_threshold=5)
+    run(manager, [1, 1])
+    assert manager.drop(0, np.array([1])) == 0
+    table.insert(np.array([1]))
+    assert run(manager, [1]) == {1: 1}
+    assert counters(manager) == {1: (3, NEVER, 1)}
+
+
+# ---------------------------------------------------------------------------------------------------------- state in and out
+
+
+def test_state_moves_to_another_manager():
+    config = {"admit_threshold": 3, "evict_threshold": 50, "evict_step_interval": 2}
+    manager, table = make(2, **config)
+    rng = np.random.default_rng(0)
+    for step in range(7):
+        run(manager, rng.integers(0, 4, 4).tolist(), (step + rng.integers(0, 3, 4)).tolist()) if step != 3 else run(manager, [9], [3])
+    state = manager.filter_state(0)
+    other, rows = make(8, **config, with_row=state["keys"][state["has_row"] == 1].tolist())
+    other.load_filter_state(0, state["keys"], state["counts"], state["last"], state["newest"], state["step"])
+    for name, value in other.filter_state(0).items():
+        assert np.array_equal(value, state[name]), name
+    other.check()
+    assert len(rows) == len(table)
+
+
+def test_bad_state_is_refused():
+    manager, _ = make(admit_threshold=2)
+    one, two = np.array([1], np.int64), np.array([1, 1], np.int64)
+    with pytest.raises(ConfigError, match="twice"):
+        manager.load_filter_state(0, two, two, two, 0, 0)
+    with pytest.raises(ConfigError, match="negative"):
+        manager.load_filter_state(0, one, -one, one, 0, 0)
+    run(manager, [5])
+    with pytest.raises(ConfigError, match="holds 1 keys"):
+        manager.load_filter_state(0, one, one, one, 0, 9)
+    run(manager, [5])
+    with pytest.raises(ConfigError, match="before this manager's step"):
+        manager.load_filter_state(0, one, one, one, 0, 1)
+    manager.plan(one, np.array([0, 1]))
+    with pytest.raises(PlanError):
+        manager.load_filter_state(0, one, one, one, 0, 9)
+
+
+def test_an_empty_filter():
+    waiting = FeatureFilter(AdmitAndEvictConfig(admit_threshold=2), 0)
+    assert len(waiting) == 0 and waiting.newest == NEVER and waiting.nbytes >= 0
+    waiting.check()

@@ -13,10 +13,10 @@
 
 typedef void (*ec_kernel_fn)(void *context, int64_t task);
 
-/* Defines NAME_baseline, NAME_avx2 and ec_kernel_fn NAME_pick(int avx2) from a body NAME_body(CONTEXT *, int64_t). */
+/* Defines NAME_baseline, NAME_avx2 and NAME_pick(avx2) from NAME_body(CONTEXT *, int64_t task, const int avx2). */
 #define EC_DEFINE_KERNEL(NAME, CONTEXT)                                                                               \
-    static void NAME##_baseline(void *context, int64_t task) { NAME##_body((CONTEXT *)context, task); }               \
-    EC_TARGET_AVX2 static void NAME##_avx2(void *context, int64_t task) { NAME##_body((CONTEXT *)context, task); }    \
+    static void NAME##_baseline(void *context, int64_t task) { NAME##_body((CONTEXT *)context, task, 0); }            \
+    EC_TARGET_AVX2 static void NAME##_avx2(void *context, int64_t task) { NAME##_body((CONTEXT *)context, task, 1); } \
     static inline ec_kernel_fn NAME##_pick(int avx2) { return avx2 ? NAME##_avx2 : NAME##_baseline; }
 
 static inline int ec_cpu_has_avx2(void) {
@@ -98,7 +98,7 @@ EC_ROW_FN float *ec_move_row(const ec_move *move, int64_t item) {
     return move->weights + (move->inverse ? move->slots[move->inverse[item]] : move->slots[item]) * move->dim;
 }
 
-EC_ROW_FN void ec_gather_body(const ec_move *move, int64_t task) {
+EC_ROW_FN void ec_gather_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
     const int64_t dim = move->dim, ahead = ec_prefetch_distance(dim, 1);
@@ -111,7 +111,7 @@ EC_ROW_FN void ec_gather_body(const ec_move *move, int64_t task) {
     if (move->streams) ec_stream_fence();
 }
 
-EC_ROW_FN void ec_scatter_body(const ec_move *move, int64_t task) {
+EC_ROW_FN void ec_scatter_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
     const int64_t dim = move->dim, ahead = ec_prefetch_distance(dim, 1);
@@ -121,7 +121,7 @@ EC_ROW_FN void ec_scatter_body(const ec_move *move, int64_t task) {
     }
 }
 
-EC_ROW_FN void ec_add_body(const ec_move *move, int64_t task) {
+EC_ROW_FN void ec_add_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
     const int64_t dim = move->dim, ahead = ec_prefetch_distance(dim, 1);
@@ -164,7 +164,7 @@ EC_ROW_FN ec_feed ec_bags_feed(const ec_bags *bags, int64_t first, int64_t end) 
     return feed;
 }
 
-EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task) {
+EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task, const int avx2) {
     const int64_t *offsets = bags->bag_offsets;
     const int64_t dim = bags->dim;
     const int64_t first = ec_segment_share(offsets, bags->bag_count, task, bags->task_count);
@@ -179,13 +179,7 @@ EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task) {
         if (start == end) memset(out, 0, (size_t)dim * 4);
         for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
             const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-            if (at == start) {
-                if (bags->coefs) ec_sum_rows(out, &feed, ring, at, stop, 1, 0);
-                else ec_sum_rows(out, &feed, ring, at, stop, 0, 0);
-            } else {
-                if (bags->coefs) ec_sum_rows(out, &feed, ring, at, stop, 1, 1);
-                else ec_sum_rows(out, &feed, ring, at, stop, 0, 1);
-            }
+            EC_CLONE_OF(ec_sum_rows, avx2)(out, &feed, ring, at, stop, at > start);
         }
         if (bags->feature_mean[feature] && end - start > 1) ec_divide_row(out, (float)(end - start), dim);
         if (++sample == bags->batch_size) {
@@ -195,7 +189,7 @@ EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task) {
     }
 }
 
-EC_ROW_FN void ec_coef_grad_body(const ec_bags *bags, int64_t task) {
+EC_ROW_FN void ec_coef_grad_body(const ec_bags *bags, int64_t task, const int avx2) {
     const int64_t *offsets = bags->bag_offsets;
     const int64_t dim = bags->dim;
     const int64_t first = ec_segment_share(offsets, bags->bag_count, task, bags->task_count);
@@ -220,7 +214,7 @@ EC_ROW_FN void ec_coef_grad_body(const ec_bags *bags, int64_t task) {
 }
 
 /* Turns bags into a gradient source and a factor for each position: what the backward pass reads in key order. */
-EC_ROW_FN void ec_sources_body(const ec_bags *bags, int64_t task) {
+EC_ROW_FN void ec_sources_body(const ec_bags *bags, int64_t task, const int avx2) {
     const int64_t *offsets = bags->bag_offsets;
     const int64_t first = ec_segment_share(offsets, bags->bag_count, task, bags->task_count);
     const int64_t last = ec_segment_share(offsets, bags->bag_count, task + 1, bags->task_count);
@@ -302,14 +296,8 @@ EC_ROW_FN ec_feed ec_segments_feed(const ec_segments *seg, int64_t first, int64_
     return feed;
 }
 
-/* out = sum of occurrences [at, stop), at most one block. */
-EC_ROW_FN void ec_sum_block(ec_feed *feed, ec_source *ring, int64_t at, int64_t stop, float *out) {
-    if (feed->coefs) ec_sum_rows(out, feed, ring, at, stop, 1, 0);
-    else ec_sum_rows(out, feed, ring, at, stop, 0, 0);
-}
-
 /* Partial sums of the blocks of hot uniques; a task is EC_HOT_BLOCKS_A_TASK blocks. */
-EC_ROW_FN void ec_hot_body(const ec_segments *seg, int64_t task) {
+EC_ROW_FN void ec_hot_body(const ec_segments *seg, int64_t task, const int avx2) {
     const int64_t total = seg->hot_blocks[seg->hot_count];
     const int64_t first = task * EC_HOT_BLOCKS_A_TASK;
     const int64_t last = total - first < EC_HOT_BLOCKS_A_TASK ? total : first + EC_HOT_BLOCKS_A_TASK;
@@ -322,7 +310,7 @@ EC_ROW_FN void ec_hot_body(const ec_segments *seg, int64_t task) {
         const int64_t at = seg->offsets[unique] + (block - seg->hot_blocks[hot]) * EC_SUM_BLOCK;
         const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
         ec_feed feed = ec_segments_feed(seg, at, stop);
-        ec_sum_block(&feed, ring, at, stop, seg->partials + block * seg->dim);
+        EC_CLONE_OF(ec_sum_rows, avx2)(seg->partials + block * seg->dim, &feed, ring, at, stop, 0);
     }
 }
 
@@ -334,13 +322,13 @@ EC_ROW_FN void ec_prefetch_updated(const ec_segments *seg, int64_t unique) {
     ec_prefetch_row(seg->state1 + slot * seg->width1, seg->width1);
 }
 
-EC_ROW_FN void ec_update_unique(const ec_segments *seg, int64_t unique, const float *grad) {
+EC_ROW_FN void ec_update_unique(const ec_segments *seg, int64_t unique, const float *grad, const int avx2) {
     const int64_t slot = seg->slots[unique];
-    ec_update_row(seg->rule, seg->weights + slot * seg->dim, seg->state0 + slot * seg->width0,
-                  seg->state1 + slot * seg->width1, grad, seg->dim);
+    EC_CLONE_OF(ec_update_row, avx2)(seg->rule, seg->weights + slot * seg->dim, seg->state0 + slot * seg->width0,
+                                     seg->state1 + slot * seg->width1, grad, seg->dim);
 }
 
-EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task) {
+EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task, const int avx2) {
     const int64_t *offsets = seg->offsets + seg->start;
     const int64_t unique_count = seg->stop - seg->start;
     const int64_t first = seg->start + ec_segment_share(offsets, unique_count, task, seg->task_count);
@@ -372,20 +360,16 @@ EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task) {
         } else {
             for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
                 const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-                if (at == start) {
-                    ec_sum_block(&feed, ring, at, stop, total);
-                } else {
-                    ec_sum_block(&feed, ring, at, stop, partial);
-                    ec_add_row(total, partial, dim);
-                }
+                EC_CLONE_OF(ec_sum_rows, avx2)(at == start ? total : partial, &feed, ring, at, stop, 0);
+                if (at > start) ec_add_row(total, partial, dim);
             }
         }
-        if (fused && (!seg->admitted || seg->admitted[u])) ec_update_unique(seg, u, total);
+        if (fused && (!seg->admitted || seg->admitted[u])) ec_update_unique(seg, u, total, avx2);
     }
 }
 
 /* Second step of the two-step path: gradients are there already. */
-EC_ROW_FN void ec_update_body(const ec_segments *seg, int64_t task) {
+EC_ROW_FN void ec_update_body(const ec_segments *seg, int64_t task, const int avx2) {
     const int64_t count = seg->stop - seg->start;
     const int64_t first = seg->start + ec_share(count, task, seg->task_count);
     const int64_t last = seg->start + ec_share(count, task + 1, seg->task_count);
@@ -394,7 +378,7 @@ EC_ROW_FN void ec_update_body(const ec_segments *seg, int64_t task) {
     for (int64_t u = first; u < last && u < first + ahead; u++) ec_prefetch_updated(seg, u);
     for (int64_t u = first; u < last; u++) {
         if (u + ahead < last) ec_prefetch_updated(seg, u + ahead);
-        if (!seg->admitted || seg->admitted[u]) ec_update_unique(seg, u, seg->rows + (u - seg->start) * dim);
+        if (!seg->admitted || seg->admitted[u]) ec_update_unique(seg, u, seg->rows + (u - seg->start) * dim, avx2);
     }
 }
 

@@ -2,9 +2,8 @@
  *
  * Promise kept here (I9): a result is a pure function of the values, whatever the ISA, the thread count or the place
  * of a row. So: vectorized across the elements of a row only, reductions over a row in 16 fixed lanes, no fused
- * multiply-add (-ffp-contract=off), no reciprocal or square-root approximation. Every function is inlined into a
- * baseline and an AVX2 clone of its caller (ec_kernels.h); the 32-byte vector type is lowered to two registers
- * where the ISA has 16-byte ones.
+ * multiply-add (-ffp-contract=off), no reciprocal or square-root approximation. Bodies are inlined into a baseline and
+ * an AVX2 clone; the 32-byte vector type is lowered to two registers where the ISA has 16-byte ones.
  */
 #ifndef EC_ROWMATH_H
 #define EC_ROWMATH_H
@@ -23,6 +22,10 @@
 #endif
 
 #define EC_ROW_FN static inline __attribute__((always_inline))
+#define EC_ROW_CLONE static __attribute__((noinline))
+
+/* The clone of NAME that belongs to a caller whose own ISA is the constant `avx2`. */
+#define EC_CLONE_OF(NAME, avx2) ((avx2) ? NAME##_avx2 : NAME##_baseline)
 
 typedef float ec_f8 __attribute__((vector_size(32)));
 typedef float ec_f8u __attribute__((vector_size(32), aligned(4), may_alias));
@@ -124,7 +127,7 @@ EC_ROW_FN void ec_feed_from(ec_feed *feed, ec_source *ring, int64_t item) {
 #define EC_FOR_VECTORS _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
 #define EC_DEFINE_SUM(NAME, VECTOR, UNALIGNED, LANES, VECTORS)                                                        \
     EC_ROW_FN void NAME(float *out, ec_feed *feed, ec_source *ring, int64_t at, int64_t stop, int64_t column,         \
-                        const int weighted, const int accumulate, const int feeds) {                                  \
+                        int accumulate, const int weighted, const int feeds) {                                        \
         enum { vectors = VECTORS };                                                                                   \
         VECTOR sum[vectors];                                                                                          \
         out += column;                                                                                                \
@@ -136,17 +139,16 @@ EC_ROW_FN void ec_feed_from(ec_feed *feed, ec_source *ring, int64_t item) {
                 sum[v] = *(const UNALIGNED *)(source->row + column + v * LANES);                                      \
                 if (weighted) sum[v] *= source->coef;                                                                 \
             }                                                                                                         \
-            if (feeds) ec_feed_one(feed, ring);                                                                       \
             at++;                                                                                                     \
         }                                                                                                             \
         for (; at < stop; at++) {                                                                                     \
             const ec_source *source = &ring[at & EC_RING_MASK];                                                       \
+            if (feeds) ec_feed_one(feed, ring);                                                                       \
             EC_FOR_VECTORS {                                                                                          \
                 VECTOR term = *(const UNALIGNED *)(source->row + column + v * LANES);                                 \
                 if (weighted) term *= source->coef;                                                                   \
                 sum[v] += term;                                                                                       \
             }                                                                                                         \
-            if (feeds) ec_feed_one(feed, ring);                                                                       \
         }                                                                                                             \
         EC_FOR_VECTORS *(UNALIGNED *)(out + v * LANES) = sum[v];                                                      \
     }
@@ -158,22 +160,38 @@ EC_DEFINE_SUM(ec_sum_8, ec_f8, ec_f8u, 8, 1)
 EC_DEFINE_SUM(ec_sum_4, ec_f4, ec_f4u, 4, 1)
 EC_DEFINE_SUM(ec_sum_1, float, float, 1, 1)
 
-/* out (+)= coef * row over the items [at, stop), at least one and at most EC_SUM_BLOCK, added in that order. The first
- * columns feed the ring, the others find it fed. */
-EC_ROW_FN void ec_sum_rows(float *restrict out, ec_feed *feed, ec_source *ring, int64_t at, int64_t stop,
-                           const int weighted, const int accumulate) {
+/* The first columns feed the ring, the others find it fed. */
+EC_ROW_FN void ec_sum_columns(float *out, ec_feed *feed, ec_source *ring, int64_t at, int64_t stop, int accumulate,
+                              const int weighted) {
     const int64_t dim = feed->dim;
-    int64_t column = 0;
+    int64_t column;
+    if (dim >= 64) { ec_sum_64(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 64; }
+    else if (dim >= 32) { ec_sum_32(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 32; }
+    else if (dim >= 16) { ec_sum_16(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 16; }
+    else if (dim >= 8) { ec_sum_8(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 8; }
+    else { ec_sum_1(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 1; }
+    for (; column + 64 <= dim; column += 64) ec_sum_64(out, feed, ring, at, stop, column, accumulate, weighted, 0);
+    for (; column + 16 <= dim; column += 16) ec_sum_16(out, feed, ring, at, stop, column, accumulate, weighted, 0);
+    for (; column + 4 <= dim; column += 4) ec_sum_4(out, feed, ring, at, stop, column, accumulate, weighted, 0);
+    for (; column < dim; column++) ec_sum_1(out, feed, ring, at, stop, column, accumulate, weighted, 0);
+}
+
+EC_ROW_FN void ec_sum_rows_body(float *restrict out, ec_feed *restrict feed, ec_source *restrict ring, int64_t at,
+                                int64_t stop, int accumulate) {
     ec_feed_from(feed, ring, at);
-    if (dim >= 64) { ec_sum_64(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 64; }
-    else if (dim >= 32) { ec_sum_32(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 32; }
-    else if (dim >= 16) { ec_sum_16(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 16; }
-    else if (dim >= 8) { ec_sum_8(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 8; }
-    else { ec_sum_1(out, feed, ring, at, stop, 0, weighted, accumulate, 1); column = 1; }
-    for (; column + 64 <= dim; column += 64) ec_sum_64(out, feed, ring, at, stop, column, weighted, accumulate, 0);
-    for (; column + 16 <= dim; column += 16) ec_sum_16(out, feed, ring, at, stop, column, weighted, accumulate, 0);
-    for (; column + 4 <= dim; column += 4) ec_sum_4(out, feed, ring, at, stop, column, weighted, accumulate, 0);
-    for (; column < dim; column++) ec_sum_1(out, feed, ring, at, stop, column, weighted, accumulate, 0);
+    if (feed->coefs) ec_sum_columns(out, feed, ring, at, stop, accumulate, 1);
+    else ec_sum_columns(out, feed, ring, at, stop, accumulate, 0);
+}
+
+/* out (+)= sum of coef * row over the items [at, stop), at least one and at most EC_SUM_BLOCK, added in that order. */
+EC_ROW_CLONE void ec_sum_rows_baseline(float *restrict out, ec_feed *restrict feed, ec_source *restrict ring, int64_t at,
+                                       int64_t stop, int accumulate) {
+    ec_sum_rows_body(out, feed, ring, at, stop, accumulate);
+}
+
+EC_ROW_CLONE EC_TARGET_AVX2 void ec_sum_rows_avx2(float *restrict out, ec_feed *restrict feed, ec_source *restrict ring,
+                                                  int64_t at, int64_t stop, int accumulate) {
+    ec_sum_rows_body(out, feed, ring, at, stop, accumulate);
 }
 
 EC_ROW_FN void ec_add_row(float *restrict out, const float *restrict row, int64_t dim) {
@@ -283,9 +301,8 @@ EC_ROW_FN void ec_update_adam(const ec_rule *rule, float *restrict weights, floa
     }
 }
 
-/* Applies one update to one row; `state0`/`state1` are the row's first and second state array, where it has them. */
-EC_ROW_FN void ec_update_row(const ec_rule *rule, float *weights, float *state0, float *state1, const float *grad,
-                             int64_t dim) {
+EC_ROW_FN void ec_update_row_body(const ec_rule *rule, float *weights, float *state0, float *state1, const float *grad,
+                                  int64_t dim) {
     switch (rule->kind) {
     case EC_SGD:
         if (rule->decays) ec_update_sgd(rule, weights, grad, dim, 1);
@@ -303,6 +320,17 @@ EC_ROW_FN void ec_update_row(const ec_rule *rule, float *weights, float *state0,
         if (rule->decays) ec_update_adam(rule, weights, state0, state1, grad, dim, 1);
         else ec_update_adam(rule, weights, state0, state1, grad, dim, 0);
     }
+}
+
+/* Applies one update to one row; `state0`/`state1` are the row's first and second state array, where it has them. */
+EC_ROW_CLONE void ec_update_row_baseline(const ec_rule *rule, float *weights, float *state0, float *state1,
+                                         const float *grad, int64_t dim) {
+    ec_update_row_body(rule, weights, state0, state1, grad, dim);
+}
+
+EC_ROW_CLONE EC_TARGET_AVX2 void ec_update_row_avx2(const ec_rule *rule, float *weights, float *state0, float *state1,
+                                                    const float *grad, int64_t dim) {
+    ec_update_row_body(rule, weights, state0, state1, grad, dim);
 }
 
 #endif

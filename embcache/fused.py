@@ -6,8 +6,9 @@ accumulation window that is still open). All forwards whose gradients arrive in 
 the summed gradient, applied by a callback at the end of the pass.
 
 Pins never leak (promise I13). They end with the update; or, for a forward that never gets that far, when its graph is
-released, or at the next ``optimizer.step()``. A backward pass that dies of an error leaves arrived forwards behind:
-these are recognized by the number of their pass, and dropped without an update by whatever happens next.
+released, or at the next ``optimizer.step()``. A backward pass that dies of an error leaves arrived forwards behind: they
+are dropped, without an update, by whatever happens next outside of a backward pass. (Inside of one they may belong to a
+pass around it, as reentrant checkpointing makes them.)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .optim import EmbOptimizer
 __all__ = ["Forward", "FusedUpdate"]
 
 OPEN, ARRIVED, HELD, DONE = "open", "arrived", "held", "done"
+NO_PASS = -1
 
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
@@ -36,20 +38,19 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 class Forward:
     """One training forward: its plan, and from backward on the gradients of its outputs."""
 
-    __slots__ = ("gradients", "info", "state", "weights")
+    __slots__ = ("arrived_in", "gradients", "info", "state", "weights")
 
     def __init__(self, info: SwapInfo, weights: torch.Tensor | None) -> None:
         self.info = info
         self.weights = weights
         self.state = OPEN
+        self.arrived_in = NO_PASS
         self.gradients: tuple[torch.Tensor | None, ...] = ()
 
 
-def _graph_released(update: weakref.ref[FusedUpdate], forward: Forward) -> None:
+def _graph_released(forward: Forward) -> None:
     """The autograd node of `forward` is gone. May run inside a garbage collection, so it only leaves a note."""
-    owner = update()
-    stale = forward.state is ARRIVED and owner is not None and owner._pass != current_pass()
-    if forward.state is OPEN or stale:
+    if forward.state is OPEN or (forward.state is ARRIVED and forward.arrived_in != current_pass()):
         forward.state, forward.gradients = DONE, ()
         manager = forward.info._owner()
         if manager is not None:
@@ -59,14 +60,14 @@ def _graph_released(update: weakref.ref[FusedUpdate], forward: Forward) -> None:
 class GraphToken:
     """Held by the autograd node of a forward, and by nothing else: when it goes, the graph was released."""
 
-    __slots__ = ("_forward", "_update")
+    __slots__ = ("_forward",)
 
-    def __init__(self, update: FusedUpdate, forward: Forward) -> None:
-        self._update, self._forward = weakref.ref(update), forward
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
 
     # The function is bound as a default: at interpreter exit the module's globals may be gone before the last graph.
     def __del__(self, released: Callable[..., None] = _graph_released) -> None:
-        released(self._update, self._forward)
+        released(self._forward)
 
 
 @dataclass
@@ -103,8 +104,7 @@ class FusedUpdate:
         self.skipped_updates = 0
         self.anchor = torch.zeros((), requires_grad=True, device=manager.backend.device)
         self._open: list[Forward] = []
-        self._arrived: list[Forward] = []
-        self._pass = -1
+        self._arrived: dict[int, list[Forward]] = {}  # by backward pass
         self._held: list[Forward] = []
         self._window: list[list[RowGradient]] = []
         self._window_passes = 0
@@ -118,12 +118,12 @@ class FusedUpdate:
         forward = Forward(info, weights)
         self._open = [other for other in self._open if other.state is OPEN]
         self._open.append(forward)
-        return forward, GraphToken(self, forward)
+        return forward, GraphToken(forward)
 
     def _finish(self, forwards: list[Forward]) -> None:
         """End the pins of these forwards and let go of their gradients."""
         for forward in forwards:
-            if forward.state is not DONE:
+            if forward.state is not DONE:  # a collector may have ended it
                 forward.state, forward.gradients = DONE, ()
                 self.manager.finish(forward.info)
 
@@ -132,10 +132,11 @@ class FusedUpdate:
         self._finish([forward])
 
     def drop_stale(self) -> None:
-        """Drop what a backward pass that did not reach its end has left."""
-        if self._arrived and self._pass != current_pass():
-            stale, self._arrived = self._arrived, []
-            self._finish(stale)
+        """Drop what backward passes that did not reach their end have left."""
+        if self._arrived and current_pass() == NO_PASS:
+            stale, self._arrived = self._arrived, {}
+            for forwards in stale.values():
+                self._finish(forwards)
 
     def _on_optimizer_step(self) -> None:
         self.manager.door.check_process()
@@ -166,14 +167,14 @@ class FusedUpdate:
                 "and its rows may be gone from the device; run forward again, or sum the losses and call backward once"
             )
         self.manager.door.check_process()
-        self.drop_stale()
         self.optimizer.next_rule()
         self.scale()
-        if not self._arrived:
-            self._pass = current_pass()
-            queue_callback(self._end_of_pass)
-        forward.state, forward.gradients = ARRIVED, gradients
-        self._arrived.append(forward)
+        number = current_pass()
+        if number not in self._arrived:
+            queue_callback(lambda: self._end_of_pass(number))
+            self._arrived[number] = []
+        forward.state, forward.arrived_in, forward.gradients = ARRIVED, number, gradients
+        self._arrived[number].append(forward)
 
     def scale(self) -> float | None:
         """The loss scale that gradients arrive with, or None.
@@ -194,9 +195,9 @@ class FusedUpdate:
             raise ConfigError(f"grad_scale = {scale!r}; give a finite number > 0, a function that returns one, or None")
         return number
 
-    def _end_of_pass(self) -> None:
-        """Apply what arrived in this backward pass. Called by the autograd engine."""
-        arrived, self._arrived = sorted(self._arrived, key=lambda forward: forward.info.plan.step), []
+    def _end_of_pass(self, number: int) -> None:
+        """Apply what arrived in a backward pass. Called by the autograd engine at its end."""
+        arrived = sorted(self._arrived.pop(number), key=lambda forward: forward.info.plan.step)
         try:
             with self.manager.door:
                 if self.accumulate == 1 and len(arrived) == 1 and self.grad_scale is None:

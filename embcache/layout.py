@@ -76,6 +76,8 @@ class TableLayout:
 
     Attributes
     ----------
+    names : list of str
+        Of the tables, in the user's order.
     tables : list of TableConfig
         In the order of the core: dim groups adjacent.
     groups : list of DimGroup
@@ -101,6 +103,7 @@ class TableLayout:
                 raise ConfigError(
                     f"table {name!r} is listed {names.count(name)} times; table names are unique within a collection"
                 )
+        self.names = names
         self.tables = sorted(
             tables, key=lambda table: (-min(table.embedding_dim & -table.embedding_dim, 16), table.embedding_dim)
         )

@@ -654,7 +654,7 @@ class EmbCacheManager:
                 name: sum(entry[name] for entry in tables.values()) for name in next(iter(tables.values()))
             }
             totals["step"] = self.planner.step
-            totals["tables"] = tables
+            totals["tables"] = {name: tables[name] for name in self.layout.names}
             return totals
 
     def close(self) -> None:

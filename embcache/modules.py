@@ -191,7 +191,7 @@ class CachedCollection(nn.Module):
 
     def tables(self) -> dict[str, TableView]:
         """Name -> coherent view of each table."""
-        return {table.name: self._manager.table(table.name) for table in self._manager.layout.tables}
+        return {name: self._manager.table(name) for name in self._manager.layout.names}
 
     def finish_accumulation(self) -> None:
         """Apply an incomplete accumulation window now (at the end of an epoch, for example)."""
@@ -267,6 +267,8 @@ class EmbeddingBagCollection(CachedCollection):
     ``weights`` of the batch are per-sample weights; a mean divides by the bag's length all the same, as FBGEMM does. They
     receive a gradient if they require one. An empty bag is 0. Do not put a collection inside activation
     checkpointing: the recomputed forward would count its keys again.
+
+    There are no parameters whose ``requires_grad`` could be cleared: to freeze a collection, keep it in ``eval()``.
 
     *Saving.* Tables are not parameters: ``state_dict()`` has nothing of them and stays small. Saving and restoring them
     (``ec.save``) comes with a later version; until then ``ebc.tables()["name"].items()`` gives all rows with their state,

@@ -378,6 +378,47 @@ def test_create_graph_is_refused_clearly():
     assert pinned(ebc) == 0
 
 
+def test_i13_a_second_backward_after_a_failed_one_applies_its_own_gradient_only():
+    ebc = bag()
+    first, second = ebc(features([1])).values(), ebc(features([2])).values()
+
+    def explode(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in a hook")
+
+    scaled = torch.ones((), requires_grad=True) * 1.0
+    scaled.register_hook(explode)
+    with pytest.raises(ValueError, match="in a hook"):
+        (scaled + first.sum()).backward()
+    second.sum().backward()  # at once: nothing in between that could clean up
+    assert row(ebc, 1) == [0, 0] and row(ebc, 2) == [-1, -1] and ebc.optimizer.step_count == 1
+    ebc.optimizer.step()
+    assert pinned(ebc) == 0
+
+
+def test_a_backward_inside_a_backward_keeps_what_arrived_before_it():
+    """As reentrant checkpointing does: a forward and its backward run inside the backward of another forward."""
+    ebc = bag()
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                inner = ebc(features([2])).values().sum()
+            inner.backward()
+            return gradient
+
+    early = ebc(features([1])).values()
+    nested = Nested.apply(ebc(features([3])).values())
+    late = ebc(features([1])).values()  # its node runs first
+    (early.sum() + nested.sum() + late.sum()).backward()
+    assert [row(ebc, key)[0] for key in (1, 2, 3)] == [-2, -1, -1] and pinned(ebc) == 0
+    assert ebc.optimizer.step_count == 2
+
+
 def test_gradients_of_other_tensors_alone_leave_the_rows():
     ebc = bag()
     other = torch.ones(2, requires_grad=True)

@@ -232,7 +232,9 @@ cdef class SwapManager:
     cdef int table_number(self, object table) except -1
     cdef void default_bases(self) noexcept
     cdef int reserve_plan(self) noexcept
-    cdef int run(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step) noexcept nogil
+    cdef int prepare(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps) noexcept nogil
+    cdef int threads_for(self, int64_t n) noexcept nogil
+    cdef int run(self) noexcept nogil
     cdef int dedup(self, int threads) noexcept nogil
     cdef void undo(self, ec_part *parts) noexcept nogil
     cdef object failure(self, Plan plan, int status)

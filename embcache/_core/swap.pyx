@@ -462,8 +462,8 @@ cdef class SwapManager:
         cdef const int64_t[::1] offset_view = _int64_array("table_offsets", table_offsets, self.work.tables + 1)
         cdef const int64_t[::1] time_view = None if timestamps is None else _int64_array("timestamps", timestamps, n)
         cdef const int64_t *times = &time_view[0] if timestamps is not None and n > 0 else NULL
-        cdef int64_t t, locked
-        cdef int status = EC_OK
+        cdef int64_t t, locked = 0
+        cdef int status
         if offset_view[0] != 0 or offset_view[self.work.tables] != n:
             raise ShapeError(f"table_offsets: run from {offset_view[0]} to {offset_view[self.work.tables]}; for {n} keys give 0 to {n}")
         for t in range(self.work.tables):
@@ -487,19 +487,23 @@ cdef class SwapManager:
             plan.back = _Block()
             self.work.parts = plan.plan.parts
             memset(&self.work.out, 0, sizeof(ec_arrays))
+            self.unfinished.append(plan)  # now, since nothing may fail once the plan is made
             with nogil:
-                locked = self.lock_tables(1)
-                if locked == self.work.tables:
-                    status = self.run(&key_view[0] if n > 0 else NULL, &offset_view[0], times, self.last_step + 1)
+                status = self.prepare(&key_view[0] if n > 0 else NULL, &offset_view[0], times)
+                if status == EC_OK:
+                    locked = self.lock_tables(1)
+                if status == EC_OK and locked == self.work.tables:
+                    status = self.run()
                     self.unlock_tables(locked)
-            if locked < self.work.tables:
-                raise ClosedError(f"table {self.tables[locked].name!r} is closed")
             (<_Block>plan.front).data = self.work.out.front
             (<_Block>plan.front).size = n * 16
             (<_Block>plan.back).data = self.work.out.back
             (<_Block>plan.back).size = self.work.out.back_bytes
             self.work.parts = NULL
-            if status != EC_OK:
+            if status != EC_OK or locked < self.work.tables:
+                self.unfinished.pop()
+                if locked < self.work.tables and status == EC_OK:
+                    raise ClosedError(f"table {self.tables[locked].name!r} is closed")
                 raise self.failure(plan, status)
             self.last_step += 1
             plan.step = plan.plan.step = self.last_step
@@ -510,8 +514,7 @@ cdef class SwapManager:
             plan.misses = plan.out.in_offsets[plan.tables]
             for t in range(plan.tables):
                 plan.hits += plan.out.hits[t]
-            self.plans[len(self.unfinished)] = &plan.plan
-            self.unfinished.append(plan)
+            self.plans[len(self.unfinished) - 1] = &plan.plan
             self.epoch += 1
             return plan
         finally:
@@ -531,19 +534,25 @@ cdef class SwapManager:
         self.plan_room = room
         return EC_OK
 
-    cdef int run(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step) noexcept nogil:
-        """All phases. On failure the state is as it was; parts[t].status says which table it was."""
+    cdef int prepare(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps) noexcept nogil:
+        """What needs no table: memory, and the uniques of every table. Changes no state."""
         cdef ec_work *w = &self.work
-        cdef int64_t t
-        cdef int threads = self.num_threads if offsets[w.tables] >= SMALL_CALL else 1
-        cdef int status = ec_work_begin(w, keys, offsets, timestamps, step)
+        cdef int status = ec_work_begin(w, keys, offsets, timestamps, self.last_step + 1)
         if status == EC_OK:
-            status = self.dedup(threads)
+            status = self.dedup(self.threads_for(w.n))
         if status == EC_OK:
             status = ec_work_chunk(w)
-        if status != EC_OK:
-            return status
+        return status
 
+    cdef int threads_for(self, int64_t n) noexcept nogil:
+        return self.num_threads if n >= SMALL_CALL else 1
+
+    cdef int run(self) noexcept nogil:
+        """The phases that need the tables. On failure the state is as it was; parts[t].status says which table it was."""
+        cdef ec_work *w = &self.work
+        cdef int64_t t
+        cdef int threads = self.threads_for(w.n)
+        cdef int status = EC_OK
         parallel_for(ec_phase_lookup, w, w.chunks.size, threads)
         parallel_for(ec_phase_decide, w, w.tables, threads)
         for t in range(w.tables):

@@ -223,11 +223,12 @@ def test_a_row_put_in_for_a_waiting_key_takes_over_its_counters():
 
 def test_state_moves_to_another_manager():
     config = {"admit_threshold": 3, "evict_threshold": 50, "evict_step_interval": 2}
-    manager, table = make(2, **config)
+    manager, table = make(4, **config)
     rng = np.random.default_rng(0)
     for step in range(7):
-        run(manager, rng.integers(0, 4, 4).tolist(), (step + rng.integers(0, 3, 4)).tolist()) if step != 3 else run(manager, [9], [3])
+        run(manager, rng.integers(0, 9, 4).tolist(), (step + rng.integers(0, 3, 4)).tolist())
     state = manager.filter_state(0)
+    assert set(state["has_row"].tolist()) == {0, 1}
     other, rows = make(8, **config, with_row=state["keys"][state["has_row"] == 1].tolist())
     other.load_filter_state(0, state["keys"], state["counts"], state["last"], state["newest"], state["step"])
     for name, value in other.filter_state(0).items():

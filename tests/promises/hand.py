@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from promises.reference import ReferenceTable
+
 import embcache as ec
 
 
@@ -15,12 +17,15 @@ class HandTrainer:
     """A manager, and a dict of the values that its rows must have.
 
     "Training" a batch adds its step number to the rows of its admitted keys, times their occurrences, in the buffer:
-    exact in float32, and different for each batch, so that a lost, doubled or misplaced update shows.
+    exact in float32, and different for each batch, so that a lost, doubled or misplaced update shows. A reference filter
+    says which keys a plan admits, and which it evicts.
     """
 
     def __init__(self, tables: Sequence[ec.TableConfig], **options: Any) -> None:
         self.manager = ec.EmbCacheManager(tables, optimizer=options.pop("optimizer", ec.SGD(lr=1.0)), **options)
         self.rows: dict[str, dict[int, np.ndarray]] = {table.name: {} for table in tables}
+        self.filters = {table.name: ReferenceTable(table, ec.SGD()) for table in tables}
+        self.evicted: dict[int, dict[str, list[int]]] = {}
         self.ahead: deque[Any] = deque()
 
     def expected(self, name: str, keys: Sequence[int]) -> np.ndarray:
@@ -45,12 +50,19 @@ class HandTrainer:
         return found
 
     def verify(self, info: Any) -> None:
-        """The rows of a swapped-in plan are in their slots."""
+        """The rows of a swapped-in plan are in their slots; what it evicted starts anew."""
+        for name, keys in self.evicted.pop(info.step).items():
+            for key in keys:
+                self.rows[name].pop(key, None)
         for name, weights, keys, slots, _ in self.parts(info):
             np.testing.assert_array_equal(weights.numpy()[slots], self.expected(name, keys.tolist()), err_msg=name)
 
     def change(self, info: Any) -> None:
-        """Train on a swapped-in plan."""
+        """Train on a swapped-in plan; under the manager's lock, as a reader of rows in another thread expects."""
+        with self.manager.door:
+            self._add(info)
+
+    def _add(self, info: Any) -> None:
         for name, weights, keys, slots, counts in self.parts(info):
             amount = (np.float32(info.step) * counts.astype(np.float32))[:, None]
             rows = self.expected(name, keys.tolist()) + amount
@@ -60,6 +72,13 @@ class HandTrainer:
     def plan(self, batch: ec.JaggedFeatures) -> Any:
         """Plan a batch ahead."""
         info = self.manager.plan(batch)
+        self.evicted[info.step] = {}
+        for t, name in enumerate(info.tables):
+            admitted = self.filters[name].admit_batch(batch, info.step)
+            self.evicted[info.step][name] = self.filters[name].swept
+            part = slice(int(info.unique_offsets[t]), int(info.unique_offsets[t + 1]))
+            found = zip(info.unique_keys[part].tolist(), info.admitted[part].astype(bool).tolist(), strict=True)
+            assert dict(found) == admitted
         self.ahead.append(info)
         return info
 

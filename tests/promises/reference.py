@@ -33,6 +33,7 @@ class ReferenceTable:
     state: dict[int, np.ndarray] = field(default_factory=dict)
     counters: dict[int, Counter] = field(default_factory=dict)
     newest: int | None = None
+    swept: list[int] = field(default_factory=list)
     evicted: int = 0
     rejected: int = 0
 
@@ -65,8 +66,8 @@ class ReferenceTable:
         return self.initial(key)
 
     def admit(self, keys: np.ndarray, timestamps: np.ndarray | None, step: int) -> dict[int, bool]:
-        """Count, sweep, admit; unique key -> whether it has a row in this batch."""
-        rule = self.config.admit_and_evict
+        """Count, sweep, admit; unique key -> whether it has a row in this batch. `swept` are the keys of its sweep."""
+        rule, self.swept = self.config.admit_and_evict, []
         admitted = dict.fromkeys(keys.tolist(), True)
         if rule is not None:
             stamps = np.full(len(keys), step) if rule.time_source == "step" or timestamps is None else timestamps
@@ -77,7 +78,8 @@ class ReferenceTable:
                     counter.last = max(counter.last, stamp)
                     self.newest = stamp if self.newest is None else max(self.newest, stamp)
             if rule.evicts and step % rule.evict_step_interval == 0 and self.newest is not None:
-                for key in [k for k, c in self.counters.items() if c.last < self.newest - rule.evict_threshold]:
+                self.swept = [k for k, c in self.counters.items() if c.last < self.newest - rule.evict_threshold]
+                for key in self.swept:
                     del self.counters[key]
                     self.evicted += self.rows.pop(key, None) is not None
                     self.state.pop(key, None)
@@ -91,6 +93,16 @@ class ReferenceTable:
             if is_in and key not in self.rows:
                 self.rows[key], self.state[key] = self.initial(key).copy(), self.new_state()
         return admitted
+
+    def admit_batch(self, batch: ec.JaggedFeatures, step: int) -> dict[int, bool]:
+        """`admit` on this table's part of a batch."""
+        size, names, stamps = batch.batch_size, batch.keys(), batch.timestamps_or_none()
+        counts = [int(batch.lengths()[f * size : (f + 1) * size].sum()) for f in range(len(names))]
+        edges = np.cumsum([0, *counts]).tolist()
+        pieces = [slice(edges[f], edges[f + 1]) for f in (names.index(name) for name in self.config.feature_names)]
+        keys = np.concatenate([batch.values().numpy()[piece] for piece in pieces])
+        times = None if stamps is None else np.concatenate([stamps.numpy()[piece] for piece in pieces])
+        return self.admit(keys, times, step)
 
     def update(self, key: int, gradient: np.ndarray) -> None:
         """One optimizer step of one row."""
@@ -130,13 +142,7 @@ class Reference:
         for table in self.tables.values():
             config = table.config
             parts = [(name, self.output_name(name, config), batch[name]) for name in config.feature_names]
-            stamps = batch.timestamps_or_none()
-            keys = np.concatenate([part.values().numpy() for _, _, part in parts])
-            times = None
-            if stamps is not None:
-                edges = self.edges(batch)
-                times = np.concatenate([stamps.numpy()[edges[name][0] : edges[name][1]] for name, _, _ in parts])
-            admitted = table.admit(keys, times, self.step)
+            admitted = table.admit_batch(batch, self.step)
             sums: dict[int, np.ndarray] = {key: np.zeros(config.embedding_dim, np.float32) for key in admitted}
             for _, output, part in parts:
                 out[output] = self.pool(table, part, admitted, gradients[output], sums)
@@ -172,13 +178,6 @@ class Reference:
             if length:
                 out[b] /= divisor
         return out
-
-    def edges(self, batch: ec.JaggedFeatures) -> dict[str, tuple[int, int]]:
-        """Feature -> its range of values."""
-        size = batch.batch_size
-        counts = [int(batch.lengths()[f * size : (f + 1) * size].sum()) for f in range(len(batch.keys()))]
-        stops = np.cumsum([0, *counts]).tolist()
-        return {name: (stops[f], stops[f + 1]) for f, name in enumerate(batch.keys())}
 
     def output_name(self, feature: str, config: ec.TableConfig) -> str:
         """A feature of several tables is called feature@table."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -201,7 +200,7 @@ def worlds(
     batches = []
     for step in range(count):
         size = int(rng.choice([0, 1, 2, 3, 4, 6]))
-        names_now = list(rng.permutation(names)) if step % 3 == 2 else names
+        names_now = rng.permutation(names).tolist() if step % 3 == 2 else names
         batches.append(
             make_batch(rng, names_now, pool, size, now=10 * step if stamped else None, weighted=weighted)
         )

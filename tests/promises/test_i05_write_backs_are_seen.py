@@ -88,7 +88,7 @@ def test_i5_rows_move_in_plan_order_only() -> None:
         (lambda: m.swap_in(first), r"swap_in of step 1.*planned"),
         (lambda: m.swap_out(second), "step 2 waits for step 1"),
         (lambda: m.swap_in(second), r"swap_in of step 2.*planned"),
-        (lambda: m.finish(first), ""),
+        (lambda: m.finish(first), "planned"),
     ):
         with pytest.raises(ec.PlanError, match=words):
             wrong()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import embcache
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "embcache"
@@ -72,15 +75,17 @@ def test_torch_is_imported_by_the_torch_half_only() -> None:
         assert not uses or path.stem in TORCH, path.name
 
 
-def test_the_core_imports_nothing_of_the_package_but_errors() -> None:
+def test_the_core_imports_nothing_of_the_package_but_errors_and_plain_configuration() -> None:
     pattern = re.compile(r"^\s*(?:from|import) +(embcache[.\w]*)(?: +(c?import))?", re.MULTILINE)
     for path in [*(PACKAGE / "_core").glob("*.pyx"), *(PACKAGE / "_core").glob("*.pxd")]:
         for module, _ in pattern.findall(path.read_text()):
-            assert module == "embcache.errors" or module.startswith("embcache._core"), f"{path.name} imports {module}"
+            plain = module in ("embcache.errors", "embcache.config") or module.startswith("embcache._core")
+            assert plain, f"{path.name} imports {module}"
         assert "torch" not in re.findall(r"^\s*(?:c?import|from) +(\w+)", path.read_text(), re.MULTILINE), path.name
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, embcache, embcache.table; assert 'torch' not in sys.modules; embcache.EmbeddingBagCollection"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(Path(embcache.__file__).parents[1])}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

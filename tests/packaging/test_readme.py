@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import embcache
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -21,8 +24,11 @@ def test_the_readme_has_examples_of_about_20_lines() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_an_example_of_the_readme_runs(block: str, tmp_path: Path) -> None:
+    # The package under test, wherever it was imported from.
+    environment = os.environ | {"PYTHONPATH": str(Path(embcache.__file__).parents[1])}
+    command = [sys.executable, "-c", block]
     ran = subprocess.run(
-        [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
     )
     assert ran.returncode == 0, ran.stderr
     expected = re.findall(r"#> (.*)", block)

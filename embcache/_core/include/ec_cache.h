@@ -86,6 +86,7 @@ typedef struct {
     ec_standing standing;
     ec_slot before;
     int64_t host_freq, host_last; /* EC_FROM_VICTIM with counters: host columns before the merge */
+    int64_t unique;               /* which of the table's unique keys came in */
 } ec_take_record;
 
 typedef struct {

@@ -105,6 +105,12 @@ static void ec_count_time(ec_work *w, int64_t t) {
     if (newest > f->newest) f->newest = newest;
 }
 
+static inline void ec_count_prefetch(const ec_table *t, int64_t row) {
+    EC_PREFETCH_READ(ec_table_freq(t, row));
+    EC_PREFETCH_READ(ec_table_ts(t, row));
+    EC_PREFETCH_WRITE(ec_table_flags(t, row));
+}
+
 /* Adds the batch to the counters. w->freq and w->last hold each unique's totals afterwards, w->entry its filter entry. */
 static int ec_count(ec_work *w, int64_t t) {
     ec_side *s = &w->sides[t];
@@ -130,6 +136,7 @@ static int ec_count(ec_work *w, int64_t t) {
         if (u + EC_AHEAD < end) {
             if (w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&s->cache.slots[w->slot[u + EC_AHEAD]]);
             else if (w->row[u + EC_AHEAD] < 0) ec_index_prefetch(&f->index, w->hash[u + EC_AHEAD]);
+            else ec_count_prefetch(s->table, w->row[u + EC_AHEAD]);
         }
         w->entry[u] = -1;
         if (w->slot[u] >= 0) {
@@ -308,6 +315,37 @@ static void ec_phase_bear(void *context, int64_t t) {
 
 /* -------------------------------------------------------------------------------------------------------------- place */
 
+/* Looks at the coming victims ahead of time, so that their slots, index buckets and host rows are near when their turn
+ * comes. Only a hint: ec_cache_take() chooses by itself, the same ones in the same order. */
+typedef struct {
+    uint32_t ring[2 * EC_AHEAD];
+    int64_t seen, taken;
+    uint32_t from; /* where to look on */
+    int ended;
+} ec_scout;
+
+static inline void ec_scout_on(ec_scout *scout, const ec_side *s) {
+    const ec_cache *c = &s->cache;
+    while (!scout->ended && scout->seen < scout->taken + 2 * EC_AHEAD) {
+        const uint32_t slot = ec_lru_victim(&c->lru, c->pins, scout->from);
+        scout->from = slot == EC_NO_SLOT ? EC_NO_SLOT : c->lru.nodes[slot].next;
+        scout->ended = scout->from == EC_NO_SLOT;
+        if (slot == EC_NO_SLOT) break;
+        EC_PREFETCH_WRITE(&c->slots[slot]);
+        scout->ring[scout->seen++ % (2 * EC_AHEAD)] = slot;
+    }
+    if (scout->taken + EC_AHEAD < scout->seen) {
+        const ec_slot *slot = &c->slots[scout->ring[(scout->taken + EC_AHEAD) % (2 * EC_AHEAD)]];
+        ec_index_prefetch(&c->index, ec_hash(slot->key));
+        EC_PREFETCH_WRITE(ec_table_flags(s->table, slot->row));
+        if (s->filter) {
+            EC_PREFETCH_WRITE(ec_table_freq(s->table, slot->row));
+            EC_PREFETCH_WRITE(ec_table_ts(s->table, slot->row));
+        }
+    }
+    scout->taken++;
+}
+
 /* A slot for every admitted key, then the new order of use. */
 static void ec_phase_place(void *context, int64_t t) {
     ec_work *w = (ec_work *)context;
@@ -319,10 +357,17 @@ static void ec_phase_place(void *context, int64_t t) {
         if (u + EC_AHEAD < end && w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&c->pins[w->slot[u + EC_AHEAD]]);
         if (w->slot[u] >= 0) ec_cache_pin(c, (uint32_t)w->slot[u]); /* before any victim is chosen */
     }
+    ec_scout scout = {.from = EC_NO_SLOT};
     uint32_t cursor = EC_NO_SLOT;
     for (int64_t u = begin; p->totals[EC_MISSES] > 0 && u < end; u++) {
+        if (u + EC_AHEAD < end && w->slot[u + EC_AHEAD] < 0 && w->admitted[u + EC_AHEAD]) {
+            ec_index_prefetch(&c->index, w->hash[u + EC_AHEAD]);
+            EC_PREFETCH_WRITE(ec_table_flags(s->table, w->row[u + EC_AHEAD]));
+        }
         if (!w->admitted[u] || w->slot[u] >= 0) continue;
+        if (c->free.count == 0 && c->dying.count == 0) ec_scout_on(&scout, s);
         ec_take_record take = ec_cache_take(c, w->key[u], w->hash[u], w->row[u], &cursor);
+        take.unique = u - begin;
         ec_row_mark(s->table, w->row[u]);
         if (s->filter) {
             c->slots[take.slot].freq = w->freq[u];
@@ -377,9 +422,9 @@ static void ec_phase_emit(void *context, int64_t t) {
     int64_t out = o->out_offsets[t];
     for (int64_t i = 0; i < p->takes.size; i++, in++) {
         const ec_take_record *take = &EC_TAKE(p, i);
-        o->in_keys[in] = s->cache.slots[take->slot].key;
+        o->in_keys[in] = w->key[begin + take->unique];
         o->in_slots[in] = s->base + take->slot;
-        o->in_rows[in] = s->cache.slots[take->slot].row;
+        o->in_rows[in] = w->row[begin + take->unique];
         if (take->from == EC_FROM_FREE) continue;
         o->out_keys[out] = take->before.key;
         o->out_slots[out] = s->base + take->slot;

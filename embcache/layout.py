@@ -194,13 +194,12 @@ class TableLayout:
         """
         source, identical = self._source_columns(batch._keys)
         size = batch.batch_size
-        values = batch.values().detach().cpu().numpy()
-        lengths = batch.lengths().detach().cpu().numpy()
+        values, lengths = _host(batch.values()), _host(batch.lengths())
         # Checked at construction too, but tensors can change since, and kernels index by these numbers.
         check_lengths("batch", lengths, values.size)
         bags = lengths.reshape(len(batch._keys), size)
         timestamps = batch.timestamps_or_none()
-        stamps = None if timestamps is None else timestamps.detach().cpu().numpy()
+        stamps = None if timestamps is None else _host(timestamps)
         weights = batch.weights_or_none()
         if not identical:
             counts = bags.sum(axis=1)
@@ -213,7 +212,8 @@ class TableLayout:
                 pieces = torch.split(weights, counts.tolist())
                 weights = torch.cat([pieces[f] for f in source])
             bags = bags[source]
-        bag_offsets = np.zeros(bags.size + 1, dtype=np.int64)
+        bag_offsets = np.empty(bags.size + 1, dtype=np.int64)
+        bag_offsets[0] = 0
         np.cumsum(bags.reshape(-1), out=bag_offsets[1:])
         return FlatBatch(
             batch_size=size,
@@ -231,3 +231,9 @@ def _features_of(table: TableConfig) -> list[str]:
     """The table's features; `TableConfig` fills in the default, which the type of the field cannot say."""
     features: Any = table.feature_names
     return list(features)
+
+
+def _host(tensor: torch.Tensor) -> np.ndarray:
+    """An integer tensor's values in host memory, without a copy where they are there."""
+    values: np.ndarray = (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
+    return values

@@ -153,6 +153,13 @@ def test_adagrad_sees_the_summed_gradient_of_a_backward():
     assert state.tolist() == [[16]] and weights.tolist() == [[-1]]
 
 
+def test_forwards_are_summed_in_their_order_whatever_the_order_of_backward():
+    ebc = bag()
+    outputs = [ebc(features([1])).values().sum() for _ in range(3)]
+    (outputs[0] + 1e8 * outputs[1] - 1e8 * outputs[2]).backward()
+    assert row(ebc) == [0, 0]  # (1 + 1e8) - 1e8 in float32; the other way round it would be 1
+
+
 def test_two_forwards_two_backwards():
     ebc = bag()
     first, second = ebc(features([1])).values().sum(), ebc(features([1])).values().sum()

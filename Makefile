@@ -19,10 +19,11 @@ ISOLATED := PYTHONSAFEPATH=1 $(PYTHON)
 # Options: make test PYTEST_ARGS="-k planner", make demo DEMO_ARGS="--batch-size 512"
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+SOAK ?= 20
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint sanitize bench clean
+.PHONY: help demo test check lint sanitize bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
@@ -45,7 +46,10 @@ sanitize: $(READY)  ## the torch-free tests on a checked core with ASan and UBSa
 	PYTHON=$(PYTHON) tools/sanitize.sh
 
 bench: $(READY)  ## pytest-benchmark: our figures, and peers in the same run
-	$(ISOLATED) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds $(PYTEST_ARGS)
+	$(ISOLATED) -m pytest bench --benchmark-only $(PYTEST_ARGS)
+
+soak: $(READY)  ## state machines and promises on new random examples, SOAK times as many (20)
+	EMBCACHE_SOAK=$(SOAK) $(ISOLATED) -m pytest tests/promises tests/property --timeout=36000 $(PYTEST_ARGS)
 
 clean:  ## remove everything that was built, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -18,7 +18,8 @@ SANITIZE = os.environ.get("EMBCACHE_SANITIZE", "")
 
 # -ffp-contract=off: a fused multiply-add would make a row's initial value depend on the CPU (promise I8).
 # -fno-math-errno: sqrtf is one (vector) instruction, rounded the same; nobody here reads errno after it.
-COMPILE = "-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -fno-strict-aliasing -pthread -Wall -Wno-unused-function".split()
+COMPILE = "-O3 -std=gnu11 -pthread -ffp-contract=off -fno-math-errno -fno-strict-aliasing".split()
+COMPILE += ["-Wall", "-Wno-unused-function"]
 LINK = ["-pthread"]
 if SANITIZE:
     COMPILE += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-g", "-O1"]

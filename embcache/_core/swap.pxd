@@ -87,6 +87,7 @@ cdef extern from "ec_plan.h":
 
 cdef extern from "ec_work.h":
     const int EC_PARTS
+    const int EC_RANGES
     const int EC_THREADS_MAX
     const int64_t EC_DEDUP_MAX_KEYS
 
@@ -124,16 +125,16 @@ cdef extern from "ec_work.h":
         ec_part *parts
         ec_arrays out
         ec_dedup_call *calls
-        ec_dedup_call *large
+        ec_dedup_call *cut
         int dedup_count
         int dedup_status
         uint64_t *seed
-        ec_vec small
+        ec_vec plain
         ec_vec chunks
         void (*find)(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, int threads) noexcept nogil
         int (*bear)(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born, int threads) noexcept nogil
 
-    int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step) noexcept nogil
+    int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step, int threads) noexcept nogil
     int ec_work_chunk(ec_work *w) noexcept nogil
     void ec_work_free(ec_work *w) noexcept nogil
     int ec_arrays_reserve(ec_work *w) noexcept nogil
@@ -150,7 +151,7 @@ cdef extern from "ec_phases.h":
     void ec_phase_part_run(void *work, int64_t part) noexcept nogil
     void ec_phase_block_number(void *work, int64_t block) noexcept nogil
     void ec_phase_block_inverse(void *work, int64_t block) noexcept nogil
-    void ec_phase_part_order(void *work, int64_t part) noexcept nogil
+    void ec_phase_range_order(void *work, int64_t range) noexcept nogil
     void ec_phase_lookup(void *work, int64_t task) noexcept nogil
     void ec_phase_decide(void *work, int64_t t) noexcept nogil
     void ec_phase_bear(void *work, int64_t t) noexcept nogil

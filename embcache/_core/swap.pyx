@@ -537,9 +537,10 @@ cdef class SwapManager:
     cdef int prepare(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps) noexcept nogil:
         """What needs no table: memory, and the uniques of every table. Changes no state."""
         cdef ec_work *w = &self.work
-        cdef int status = ec_work_begin(w, keys, offsets, timestamps, self.last_step + 1)
+        cdef int threads = self.threads_for(offsets[w.tables])
+        cdef int status = ec_work_begin(w, keys, offsets, timestamps, self.last_step + 1, threads)
         if status == EC_OK:
-            status = self.dedup(self.threads_for(w.n))
+            status = self.dedup(threads)
         if status == EC_OK:
             status = ec_work_chunk(w)
         return status
@@ -583,16 +584,16 @@ cdef class SwapManager:
         """Uniques, inverse and CSR of every table."""
         cdef ec_work *w = &self.work
         cdef ec_dedup_call *call
-        cdef int64_t t, small = 0
-        parallel_for(ec_phase_dedup, w, w.small.size, threads)
+        cdef int64_t t, plain = 0
+        parallel_for(ec_phase_dedup, w, w.plain.size, threads)
         w.dedup_status = EC_OK
         for t in range(w.tables):
-            if small < w.small.size and (<int64_t *>w.small.data)[small] == t:
-                small += 1
+            if plain < w.plain.size and (<int64_t *>w.plain.data)[plain] == t:
+                plain += 1
                 if w.parts[t].status != EC_OK:
                     return w.parts[t].status
                 continue
-            call = w.large = &w.calls[t]
+            call = w.cut = &w.calls[t]
             parallel_for(ec_phase_block_count_parts, w, call.blocks, threads)
             ec_dedup_layout(call)
             parallel_for(ec_phase_block_scatter, w, call.blocks, threads)
@@ -603,7 +604,7 @@ cdef class SwapManager:
             parallel_for(ec_phase_block_number, w, call.blocks, threads)
             ec_dedup_sum(call)
             parallel_for(ec_phase_block_inverse, w, call.blocks, threads)
-            parallel_for(ec_phase_part_order, w, EC_PARTS, threads)
+            parallel_for(ec_phase_range_order, w, EC_RANGES, threads)
         return EC_OK
 
     cdef void undo(self, ec_part *parts) noexcept nogil:

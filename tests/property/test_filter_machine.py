@@ -5,6 +5,8 @@ Promise I9 for the filter: what is admitted, counted and evicted does not depend
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from models.planner_rig import Rig
 
 from embcache.config import AdmitAndEvictConfig
 
+SOAK = int(os.environ.get("EMBCACHE_SOAK") or 1)  # a soak run multiplies the examples
 KEYS = [0, 1, -1, 2, 3, 5, 8, 13, -(2**63), 2**63 - 1]
 ROOMY, TIGHT = len(KEYS), 6
 EXTREMES = [-(2**63), -(2**63) + 1, 2**63 - 2, 2**63 - 1, 0]
@@ -85,4 +88,4 @@ class FilterMachine(RuleBasedStateMachine):
 
 
 TestFilterMachine = FilterMachine.TestCase
-TestFilterMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestFilterMachine.settings = settings(max_examples=30 * SOAK, stateful_step_count=40)

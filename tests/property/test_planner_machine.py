@@ -5,6 +5,7 @@ Promises I1, I2, I3, I5, I6 and I7 on data that really moves, with few slots and
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 
@@ -17,6 +18,7 @@ from models.planner_rig import Rig
 from embcache.config import AdmitAndEvictConfig
 from embcache.errors import PlanError
 
+SOAK = int(os.environ.get("EMBCACHE_SOAK") or 1)  # a soak run multiplies the examples
 KEYS = [0, 1, -1, 2, 3, 4, 5, -(2**63), 2**63 - 1, 1 << 40]
 TIMES = [0, 1, 2, 3, 4, 5, 6, 7, -(2**63), 2**63 - 1]
 
@@ -125,7 +127,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 TestPlannerMachine = PlannerMachine.TestCase
-TestPlannerMachine.settings = settings(max_examples=200, stateful_step_count=50)
+TestPlannerMachine.settings = settings(max_examples=60 * SOAK, stateful_step_count=50)
 
 
 def random_run(seed: int, steps: int) -> dict[str, int]:
@@ -177,7 +179,7 @@ def random_run(seed: int, steps: int) -> dict[str, int]:
 
 def test_long_runs_agree_with_the_model():
     total: Counter[str] = Counter()
-    for seed in range(20):
+    for seed in range(20 * SOAK):
         total.update(random_run(seed, 120))
     assert all(total[name] > 20 for name in ("hits", "swap_out_rows", "evicted", "forgotten", "rejected")), total
     assert all(total[name] > 20 for name in ("zombies", "dying slots taken", "cancelled", "refused")), total

@@ -1,4 +1,4 @@
-"""Unique keys, inverse and occurrence lists: small calls, large calls cut into blocks and parts, any thread count."""
+"""Unique keys, inverse and occurrence lists: plain calls, large calls cut into blocks and parts, any thread count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from embcache._core.swap import SwapManager
 from embcache._core.table import Table
 
 EXTREMES = np.array([0, -1, 1, -(2**63), 2**63 - 1, -2, 2**62], np.int64)
-LARGE = 65536  # keys of one table from which a call is cut
+LARGE = 65536  # keys of one table from which a call is cut, where there are several threads
 
 
 def planned(lists, num_threads=1):

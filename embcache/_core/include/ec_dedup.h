@@ -1,10 +1,10 @@
 /* Unique keys, inverse and occurrence lists (CSR) of the keys of one table.
  *
- * Uniques are numbered by first occurrence. A small call uses one reused open-addressing table whose entries carry a
- * generation stamp, so nothing is cleared between calls. A large call is cut in two directions: into blocks of
- * consecutive positions and, by hash bits, into EC_PARTS parts with a hash table each; every phase is a set of
- * independent tasks over blocks or parts, and each part's table fits a core's own cache, so this pays with one thread
- * too. Both ways give the same arrays.
+ * Uniques are numbered by first occurrence. A plain call uses one reused open-addressing table whose entries carry a
+ * generation stamp, so nothing is cleared between calls. With several threads a large call is cut in two directions:
+ * into blocks of consecutive positions and, by hash bits, into EC_PARTS parts with a hash table each; every phase is a
+ * set of independent tasks over blocks, parts or ranges of ids. Both ways give the same arrays; the cut way does about
+ * as much work again, so one thread alone takes the plain one.
  *
  * The probe hash is keyed by a random seed of the process: keys crafted against it cannot be prepared, and nothing
  * observable depends on it.
@@ -23,6 +23,7 @@
 #define EC_PARTS_LOG2 5
 #define EC_PARTS (1 << EC_PARTS_LOG2)
 #define EC_DEDUP_LARGE 65536   /* keys of one table from which the call is cut */
+#define EC_RANGES 8            /* ranges of ids that are grouped by themselves */
 #define EC_DEDUP_MAX_KEYS ((int64_t)UINT32_MAX - 1)
 
 typedef struct {
@@ -30,6 +31,13 @@ typedef struct {
     uint32_t generation;
     uint32_t id;
 } ec_dedup_entry;
+
+/* A key of a part: where it came from, and its number inside the part. */
+typedef struct {
+    int64_t key;
+    uint32_t at;
+    uint32_t id;
+} ec_dedup_item;
 
 /* A reusable probe table; one caller at a time. It never shrinks: 32 bytes a key of the largest call it served. */
 typedef struct {
@@ -71,31 +79,32 @@ static inline int ec_dedup_begin(ec_dedup_table *d, int64_t n) {
 /* The probe hash; its top bits choose the part, the bits below the place. */
 static inline uint64_t ec_dedup_hash(int64_t key, const uint64_t seed[2]) { return ec_fold128((uint64_t)key ^ seed[0], seed[1]); }
 
-/* Numbers the distinct keys: ids[i] of keys[i], first[id] = i of its first occurrence, counts[id]. Returns how many.
- * `spent` top bits of the hash are equal for all keys and so choose nothing. */
-static int64_t ec_dedup_run(ec_dedup_table *d, const uint64_t seed[2], int spent, const int64_t *keys, int64_t n,
-                            uint32_t *ids, uint32_t *first, uint32_t *counts) {
+/* Numbers the distinct keys of n items: id of each, first[id] = place of its first occurrence, counts[id]. Returns how
+ * many. `spent` top bits of the hash are equal for all keys and so choose nothing. Items are read and written through
+ * two strides, for plain arrays of keys and ids and for arrays of ec_dedup_item. */
+static inline __attribute__((always_inline)) int64_t ec_dedup_run(ec_dedup_table *d, const uint64_t seed[2], int spent,
+                                                                  const int64_t *keys, int key_stride, int64_t n,
+                                                                  uint32_t *ids, int id_stride, uint32_t *first, uint32_t *counts) {
     ec_dedup_entry *entries = (ec_dedup_entry *)d->block.data;
     const uint32_t generation = d->generation;
     const int log2 = ec_dedup_log2(n);
     const int shift = 64 - log2;
     const uint64_t mask = ((uint64_t)1 << log2) - 1;
-    uint32_t ring[EC_DEDUP_AHEAD];
+    uint64_t ring[EC_DEDUP_AHEAD];
     int64_t unique = 0;
-    EC_ASSERT(log2 <= 32);
 
     for (int64_t i = 0; i < EC_DEDUP_AHEAD && i < n; i++) {
-        ring[i] = (uint32_t)(ec_dedup_hash(keys[i], seed) << spent >> shift);
+        ring[i] = ec_dedup_hash(keys[i * key_stride], seed) << spent >> shift;
         EC_PREFETCH_WRITE(&entries[ring[i]]);
     }
     for (int64_t i = 0; i < n; i++) {
         uint64_t at = ring[i % EC_DEDUP_AHEAD];
         if (i + EC_DEDUP_AHEAD < n) {
-            const uint32_t later = (uint32_t)(ec_dedup_hash(keys[i + EC_DEDUP_AHEAD], seed) << spent >> shift);
+            const uint64_t later = ec_dedup_hash(keys[(i + EC_DEDUP_AHEAD) * key_stride], seed) << spent >> shift;
             ring[i % EC_DEDUP_AHEAD] = later;
             EC_PREFETCH_WRITE(&entries[later]);
         }
-        const int64_t key = keys[i];
+        const int64_t key = keys[i * key_stride];
         while (entries[at].generation == generation && entries[at].key != key) at = (at + 1) & mask;
         ec_dedup_entry *entry = &entries[at];
         if (entry->generation != generation) {
@@ -106,7 +115,7 @@ static int64_t ec_dedup_run(ec_dedup_table *d, const uint64_t seed[2], int spent
             counts[unique] = 0;
             unique++;
         }
-        ids[i] = entry->id;
+        ids[i * id_stride] = entry->id;
         counts[entry->id]++;
     }
     return unique;
@@ -125,21 +134,20 @@ typedef struct {
     int64_t *ends;        /* [unique] end of the id's group in `order`, plus `position_base` */
     int64_t position_base;
     int64_t unique;
-    /* scratch of a small call: ids and, after it, per-id data; of a large call: see below */
+    /* scratch of every call: ids (plain calls) and, by id, first occurrence and count */
     uint32_t *ids, *first, *counts;
-    /* scratch of a large call */
+    /* scratch of a cut call */
     int64_t blocks;
-    int64_t *part_keys;   /* [n] keys by part, in batch order within a part */
-    uint32_t *part_at;    /* [n] their positions */
+    ec_dedup_item *items; /* [n] by part, in batch order within a part */
     uint32_t *part_uid;   /* [n] the final id of a part's id */
-    int64_t *cursor;      /* [n] write cursor of a part's id */
+    int64_t *cursor;      /* [n] where in `order` the next position of an id goes */
     uint32_t *starts;     /* [EC_PARTS * (blocks + 1)] where a block's keys start inside a part's range */
     uint32_t *fresh;      /* [EC_PARTS * (blocks + 1)] ids that a part had given out before a block */
     int64_t *block_first; /* [blocks + 1] ids given out before a block */
     int64_t *block_count; /* [blocks + 1] occurrences of the ids of earlier blocks */
 } ec_dedup_call;
 
-/* Groups positions by id: the counting sort of a small call. */
+/* Groups positions by id: the counting sort of a plain call. */
 static inline void ec_dedup_csr(ec_dedup_call *c) {
     int64_t total = c->position_base;
     for (int64_t id = 0; id < c->unique; id++) {
@@ -150,19 +158,19 @@ static inline void ec_dedup_csr(ec_dedup_call *c) {
     for (int64_t i = 0; i < c->n; i++) order[c->ends[c->inverse[i]]++] = c->position_base + i;
 }
 
-/* The whole of a small call. */
-static inline int ec_dedup_small(ec_dedup_call *c, ec_dedup_table *d) {
+/* The whole of a plain call. */
+static int ec_dedup_plain(ec_dedup_call *c, ec_dedup_table *d) {
     if (ec_dedup_begin(d, c->n) != EC_OK) return EC_NOMEM;
-    c->unique = ec_dedup_run(d, c->seed, 0, c->keys, c->n, c->ids, c->first, c->counts);
+    c->unique = ec_dedup_run(d, c->seed, 0, c->keys, 1, c->n, c->ids, 1, c->first, c->counts);
     for (int64_t i = 0; i < c->n; i++) c->inverse[i] = c->ids[i];
     for (int64_t id = 0; id < c->unique; id++) c->unique_keys[id] = c->keys[c->first[id]];
     ec_dedup_csr(c);
     return EC_OK;
 }
 
-/* ------------------------------------------------------------------------------------------ the phases of a large call
+/* -------------------------------------------------------------------------------------------- the phases of a cut call
  * block_count_parts (blocks) -> layout (serial) -> block_scatter (blocks) -> part_run (parts) -> number (serial)
- * -> block_number (blocks) -> sum (serial) -> block_inverse (blocks) -> part_order (parts)
+ * -> block_number (blocks) -> sum (serial) -> block_inverse (blocks) -> range_order (ranges)
  */
 
 static inline int64_t ec_dedup_blocks(int64_t n) { return (n + EC_DEDUP_BLOCK - 1) / EC_DEDUP_BLOCK; }
@@ -203,18 +211,19 @@ static inline void ec_dedup_block_scatter(ec_dedup_call *c, int64_t block) {
     const int64_t end = ec_dedup_block_end(c, block);
     for (int64_t i = block * EC_DEDUP_BLOCK; i < end; i++) {
         const uint32_t k = at[ec_dedup_hash(c->keys[i], c->seed) >> (64 - EC_PARTS_LOG2)]++;
-        c->part_keys[k] = c->keys[i];
-        c->part_at[k] = (uint32_t)i;
+        c->items[k] = (ec_dedup_item){c->keys[i], (uint32_t)i, 0};
     }
 }
 
 /* Numbers a part's keys by themselves. first[] holds indexes into the part's range. */
-static inline int ec_dedup_part_run(ec_dedup_call *c, int part, ec_dedup_table *d) {
+static int ec_dedup_part_run(ec_dedup_call *c, int part, ec_dedup_table *d) {
     const uint32_t begin = *ec_dedup_start(c, part, 0);
     const int64_t n = *ec_dedup_start(c, part, c->blocks) - begin;
     if (ec_dedup_begin(d, n) != EC_OK) return EC_NOMEM;
-    const int64_t unique =
-        ec_dedup_run(d, c->seed, EC_PARTS_LOG2, c->part_keys + begin, n, c->ids + begin, c->first + begin, c->counts + begin);
+    ec_dedup_item *items = c->items + begin;
+    const int stride = sizeof(ec_dedup_item) / sizeof(int64_t), half_stride = sizeof(ec_dedup_item) / sizeof(uint32_t);
+    const int64_t unique = ec_dedup_run(d, c->seed, EC_PARTS_LOG2, &items->key, stride, n, &items->id, half_stride,
+                                        c->first + begin, c->counts + begin);
     int64_t id = 0;
     for (int64_t block = 0; block <= c->blocks; block++) {
         const uint32_t before = *ec_dedup_start(c, part, block) - begin;
@@ -242,7 +251,7 @@ static inline void ec_dedup_block_number(ec_dedup_call *c, int64_t block) {
     for (int part = 0; part < EC_PARTS; part++) {
         const uint32_t begin = *ec_dedup_start(c, part, 0), stop = *ec_dedup_fresh(c, part, block + 1);
         for (uint32_t id = *ec_dedup_fresh(c, part, block); id < stop; id++) {
-            const uint32_t at = c->part_at[begin + c->first[begin + id]] - base;
+            const uint32_t at = c->items[begin + c->first[begin + id]].at - base;
             is_first[at >> 6] |= (uint64_t)1 << (at & 63);
         }
     }
@@ -255,12 +264,12 @@ static inline void ec_dedup_block_number(ec_dedup_call *c, int64_t block) {
     for (int part = 0; part < EC_PARTS; part++) {
         const uint32_t begin = *ec_dedup_start(c, part, 0), stop = *ec_dedup_fresh(c, part, block + 1);
         for (uint32_t id = *ec_dedup_fresh(c, part, block); id < stop; id++) {
-            const uint32_t k = begin + c->first[begin + id];
-            const uint32_t at = c->part_at[k] - base;
+            const ec_dedup_item *item = &c->items[begin + c->first[begin + id]];
+            const uint32_t at = item->at - base;
             const uint64_t lower = is_first[at >> 6] & (((uint64_t)1 << (at & 63)) - 1);
             const int64_t uid = c->block_first[block] + before[at >> 6] + __builtin_popcountll(lower);
             c->part_uid[begin + id] = (uint32_t)uid;
-            c->unique_keys[uid] = c->part_keys[k];
+            c->unique_keys[uid] = item->key;
             c->ends[uid] = c->counts[begin + id];
             occurrences += c->counts[begin + id];
         }
@@ -279,19 +288,37 @@ static inline void ec_dedup_sum(ec_dedup_call *c) {
 
 static inline void ec_dedup_block_inverse(ec_dedup_call *c, int64_t block) {
     int64_t end = c->block_count[block];
-    for (int64_t uid = c->block_first[block]; uid < c->block_first[block + 1]; uid++) c->ends[uid] = end += c->ends[uid];
+    for (int64_t uid = c->block_first[block]; uid < c->block_first[block + 1]; uid++) {
+        c->cursor[uid] = end;
+        c->ends[uid] = end += c->ends[uid];
+    }
     for (int part = 0; part < EC_PARTS; part++) {
-        const uint32_t begin = *ec_dedup_start(c, part, 0), stop = *ec_dedup_start(c, part, block + 1);
-        for (uint32_t k = *ec_dedup_start(c, part, block); k < stop; k++) c->inverse[c->part_at[k]] = c->part_uid[begin + c->ids[k]];
+        const uint32_t *uid = c->part_uid + *ec_dedup_start(c, part, 0);
+        const ec_dedup_item *stop = c->items + *ec_dedup_start(c, part, block + 1);
+        for (const ec_dedup_item *item = c->items + *ec_dedup_start(c, part, block); item < stop; item++)
+            c->inverse[item->at] = uid[item->id];
     }
 }
 
-static inline void ec_dedup_part_order(ec_dedup_call *c, int part) {
-    const uint32_t begin = *ec_dedup_start(c, part, 0), stop = *ec_dedup_start(c, part, c->blocks);
-    const uint32_t unique = *ec_dedup_fresh(c, part, c->blocks);
-    int64_t *cursor = c->cursor + begin, *order = c->order - c->position_base;
-    for (uint32_t id = 0; id < unique; id++) cursor[id] = c->ends[c->part_uid[begin + id]] - c->counts[begin + id];
-    for (uint32_t k = begin; k < stop; k++) order[cursor[c->ids[k]]++] = c->position_base + c->part_at[k];
+/* First block of a range: ranges hold about equally many occurrences of the ids that first occur in their blocks. */
+static inline int64_t ec_dedup_range(const ec_dedup_call *c, int range) {
+    const int64_t target = c->position_base + c->n / EC_RANGES * range;
+    int64_t block = 0;
+    if (range == EC_RANGES) return c->blocks;
+    while (block < c->blocks && c->block_count[block] < target) block++;
+    return block;
+}
+
+/* Groups the positions of a range of ids. An id occurs nowhere before its first block. */
+static inline void ec_dedup_range_order(ec_dedup_call *c, int range) {
+    const int64_t first_block = ec_dedup_range(c, range), last_block = ec_dedup_range(c, range + 1);
+    const uint64_t low = (uint64_t)c->block_first[first_block], span = (uint64_t)c->block_first[last_block] - low;
+    int64_t *order = c->order - c->position_base;
+    if (span == 0) return;
+    for (int64_t i = first_block * EC_DEDUP_BLOCK; i < c->n; i++) {
+        const uint64_t uid = (uint64_t)c->inverse[i];
+        if (uid - low < span) order[c->cursor[uid]++] = c->position_base + i;
+    }
 }
 
 #endif

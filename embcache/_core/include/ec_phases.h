@@ -36,22 +36,22 @@ static inline void ec_dedup_return(ec_work *w, int i) { __atomic_store_n(&w->ded
 
 static void ec_phase_dedup(void *context, int64_t task) {
     ec_work *w = (ec_work *)context;
-    const int64_t t = EC_AT(w->small, int64_t, task);
+    const int64_t t = EC_AT(w->plain, int64_t, task);
     const int i = ec_dedup_borrow(w);
-    w->parts[t].status = ec_dedup_small(&w->calls[t], &w->dedup[i]);
+    w->parts[t].status = ec_dedup_plain(&w->calls[t], &w->dedup[i]);
     ec_dedup_return(w, i);
 }
 
-static void ec_phase_block_count_parts(void *context, int64_t block) { ec_dedup_block_count_parts(((ec_work *)context)->large, block); }
-static void ec_phase_block_scatter(void *context, int64_t block) { ec_dedup_block_scatter(((ec_work *)context)->large, block); }
-static void ec_phase_block_number(void *context, int64_t block) { ec_dedup_block_number(((ec_work *)context)->large, block); }
-static void ec_phase_block_inverse(void *context, int64_t block) { ec_dedup_block_inverse(((ec_work *)context)->large, block); }
-static void ec_phase_part_order(void *context, int64_t part) { ec_dedup_part_order(((ec_work *)context)->large, (int)part); }
+static void ec_phase_block_count_parts(void *context, int64_t block) { ec_dedup_block_count_parts(((ec_work *)context)->cut, block); }
+static void ec_phase_block_scatter(void *context, int64_t block) { ec_dedup_block_scatter(((ec_work *)context)->cut, block); }
+static void ec_phase_block_number(void *context, int64_t block) { ec_dedup_block_number(((ec_work *)context)->cut, block); }
+static void ec_phase_block_inverse(void *context, int64_t block) { ec_dedup_block_inverse(((ec_work *)context)->cut, block); }
+static void ec_phase_range_order(void *context, int64_t range) { ec_dedup_range_order(((ec_work *)context)->cut, (int)range); }
 
 static void ec_phase_part_run(void *context, int64_t part) {
     ec_work *w = (ec_work *)context;
     const int i = ec_dedup_borrow(w);
-    if (ec_dedup_part_run(w->large, (int)part, &w->dedup[i]) != EC_OK) __atomic_store_n(&w->dedup_status, EC_NOMEM, __ATOMIC_RELAXED);
+    if (ec_dedup_part_run(w->cut, (int)part, &w->dedup[i]) != EC_OK) __atomic_store_n(&w->dedup_status, EC_NOMEM, __ATOMIC_RELAXED);
     ec_dedup_return(w, i);
 }
 

@@ -54,11 +54,12 @@ typedef struct {
     int dedup_busy[EC_THREADS_MAX];
     int dedup_count;
     ec_dedup_call *calls; /* one a table */
-    ec_dedup_call *large; /* the call that is cut now */
-    uint32_t *ids, *first, *counts, *part_at, *part_uid, *starts, *fresh;
-    int64_t *part_keys, *cursor, *block_first, *block_count;
+    ec_dedup_call *cut;   /* the call that is cut now */
+    uint32_t *ids, *first, *counts, *part_uid, *starts, *fresh;
+    int64_t *cursor, *block_first, *block_count;
+    ec_dedup_item *items;
     int dedup_status;
-    ec_vec small;  /* of int64_t: tables whose dedup is one task */
+    ec_vec plain;  /* of int64_t: tables whose dedup is one task */
     ec_vec chunks; /* of ec_chunk */
     ec_block scratch; /* what the arrays above are carved from */
     /* batch doors of the host table */
@@ -99,9 +100,8 @@ static void ec_work_carve(ec_work *w, ec_carver *c, int64_t n, int64_t large) {
     w->first = (uint32_t *)ec_carve(c, n, 4);
     w->counts = (uint32_t *)ec_carve(c, n, 4);
     const int64_t blocks = ec_dedup_blocks(large);
-    w->part_keys = (int64_t *)ec_carve(c, large, 8);
+    w->items = (ec_dedup_item *)ec_carve(c, large, sizeof(ec_dedup_item));
     w->cursor = (int64_t *)ec_carve(c, large, 8);
-    w->part_at = (uint32_t *)ec_carve(c, large, 4);
     w->part_uid = (uint32_t *)ec_carve(c, large, 4);
     w->starts = (uint32_t *)ec_carve(c, EC_PARTS * (blocks + 1), 4);
     w->fresh = (uint32_t *)ec_carve(c, EC_PARTS * (blocks + 1), 4);
@@ -126,19 +126,21 @@ static int ec_work_reserve(ec_work *w, int64_t n, int64_t large) {
 }
 
 /* Says what every table's dedup reads and writes, and which tables are cut. */
-static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step) {
+static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step,
+                         int threads) {
+    const int64_t cut_from = threads > 1 ? EC_DEDUP_LARGE : INT64_MAX;
     int64_t large = 0;
     w->keys = keys;
     w->offsets = offsets;
     w->timestamps = timestamps;
     w->step = step;
     w->n = offsets[w->tables];
-    w->small.size = w->chunks.size = 0;
+    w->plain.size = w->chunks.size = 0;
     for (int64_t t = 0; t < w->tables; t++) {
         const int64_t size = offsets[t + 1] - offsets[t];
-        if (size >= EC_DEDUP_LARGE && size > large) large = size;
+        if (size >= cut_from && size > large) large = size;
     }
-    if (ec_vec_reserve(&w->small, w->tables, sizeof(int64_t)) || ec_work_reserve(w, w->n, large)) return EC_NOMEM;
+    if (ec_vec_reserve(&w->plain, w->tables, sizeof(int64_t)) || ec_work_reserve(w, w->n, large)) return EC_NOMEM;
     void *front = ec_take(NULL, (size_t)w->n * 16);
     if (!front) return EC_NOMEM;
     w->out.front = front;
@@ -149,10 +151,10 @@ static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets
         w->calls[t] = (ec_dedup_call){
             .keys = keys + begin, .n = size, .seed = w->seed, .inverse = w->out.inverse + begin, .order = w->out.order + begin,
             .unique_keys = w->key + begin, .ends = w->end + begin, .position_base = begin, .ids = w->ids + begin,
-            .first = w->first + begin, .counts = w->counts + begin, .blocks = ec_dedup_blocks(size), .part_keys = w->part_keys,
-            .part_at = w->part_at, .part_uid = w->part_uid, .cursor = w->cursor, .starts = w->starts, .fresh = w->fresh,
+            .first = w->first + begin, .counts = w->counts + begin, .blocks = ec_dedup_blocks(size), .items = w->items,
+            .part_uid = w->part_uid, .cursor = w->cursor, .starts = w->starts, .fresh = w->fresh,
             .block_first = w->block_first, .block_count = w->block_count};
-        if (size < EC_DEDUP_LARGE) EC_PUSH(w->small, int64_t, t);
+        if (size < cut_from) EC_PUSH(w->plain, int64_t, t);
     }
     return EC_OK;
 }
@@ -227,7 +229,7 @@ static void ec_arrays_out_offsets(ec_work *w) {
 static void ec_work_free(ec_work *w) {
     for (int i = 0; i < w->dedup_count; i++) ec_dedup_table_free(&w->dedup[i]);
     ec_block_drop(&w->scratch);
-    ec_vec_free(&w->small);
+    ec_vec_free(&w->plain);
     ec_vec_free(&w->chunks);
     free(w->calls);
     w->calls = NULL;

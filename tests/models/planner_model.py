@@ -71,11 +71,15 @@ class TableModel:
         self.gone: list[Gone] = []
         self.waiting: dict[int, list[int]] = {}  # key without a row -> [count, last]
         self.newest = NEVER
-        self.totals = dict.fromkeys(("hits", "misses", "swap_out_rows", "admitted", "rejected", "evicted", "forgotten", "born"), 0)
+        self.totals = dict.fromkeys(
+            ("hits", "misses", "swap_out_rows", "admitted", "rejected", "evicted", "forgotten", "born"), 0
+        )
 
     # ---------------------------------------------------------------------------------------------------------- planning
 
-    def plan(self, number: int, keys: list[int], times: list[int] | None, step: int, new_rows: dict[int, int]) -> PlanModel:
+    def plan(
+        self, number: int, keys: list[int], times: list[int] | None, step: int, new_rows: dict[int, int]
+    ) -> PlanModel:
         p = PlanModel()
         p.unique = list(dict.fromkeys(keys))
         index = {key: i for i, key in enumerate(p.unique)}
@@ -85,7 +89,9 @@ class TableModel:
         for key in p.unique:
             p.admitted.append(key not in swept and self._admit(key))
         wanted = [key for key, admitted in zip(p.unique, p.admitted, strict=True) if admitted]
-        blocked = sum(bool(pins) for key, pins in self.pins.items() if key not in wanted) + sum(bool(gone.pins) for gone in self.gone)
+        blocked = sum(bool(pins) for key, pins in self.pins.items() if key not in wanted) + sum(
+            bool(gone.pins) for gone in self.gone
+        )
         if len(wanted) > self.capacity - blocked:
             raise ModelCapacityError(number, len(wanted), self.capacity - blocked, self.capacity)
         self._place(p, wanted, step, new_rows)
@@ -114,7 +120,7 @@ class TableModel:
         for key in p.unique:
             row = self.rows.get(key)
             if row is not None:
-                if row.count == 0 and key in self.waiting:  # a row that the user made for a waiting key takes over its counters
+                if row.count == 0 and key in self.waiting:  # the user made this row: it takes over the key's counters
                     row.count, waited = self.waiting.pop(key)
                     row.last = max(row.last, waited)
                 row.count += occurrences[key]
@@ -266,7 +272,9 @@ class PlannerModel:
         finally:
             self._before, self._log = before, log
 
-    def plan(self, keys: list[list[int]], times: list[list[int]] | None, new_rows: list[dict[int, int]]) -> list[PlanModel]:
+    def plan(
+        self, keys: list[list[int]], times: list[list[int]] | None, new_rows: list[dict[int, int]]
+    ) -> list[PlanModel]:
         """Plan a batch; `new_rows`: table -> key -> row index for the keys that get a row."""
         trial = self._copy()
         step = trial.step = self.step + 1
@@ -284,7 +292,8 @@ class PlannerModel:
         """Back to the copy made before the plan; then repeat what happened since."""
         before, since = self._before.pop(step)
         log = self._log[since:]
-        self.tables, self.step, self.unfinished, self.state = before.tables, before.step, before.unfinished, before.state
+        self.tables, self.step = before.tables, before.step
+        self.unfinished, self.state = before.unfinished, before.state
         del self._log[since:]
         for name, arguments in log:
             getattr(self, name)(*arguments)
@@ -339,7 +348,9 @@ class PlannerModel:
             if key in share.born or key in (k for k, _ in share.killed):
                 return True
             live = self.tables[t].rows.get(key)
-            if self.state[step] == "planned" and any(k == key and live is not None and live.index == row for k, _, row in share.swap_out):
+            if self.state[step] == "planned" and any(
+                k == key and live is not None and live.index == row for k, _, row in share.swap_out
+            ):
                 return True
         return False
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from models.planner_model import ModelCapacityError, PlannerModel
 
 from embcache._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, Plan, SwapManager, _fail_allocation
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig
 from embcache.errors import HbmCapacityError, HostMemoryError, PinnedKeyError
+from models.planner_model import ModelCapacityError, PlannerModel
 
 History = tuple
 
@@ -31,7 +31,9 @@ def cut(values: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
 
 
 class Rig:
-    def __init__(self, capacities: list[int], configs: list[AdmitAndEvictConfig | None], *, num_threads: int = 1) -> None:
+    def __init__(
+        self, capacities: list[int], configs: list[AdmitAndEvictConfig | None], *, num_threads: int = 1
+    ) -> None:
         self.tables = [Table(f"table{t}", 1, with_filter=config is not None) for t, config in enumerate(configs)]
         self.manager = SwapManager(self.tables, capacities, configs, num_threads=num_threads)
         self.model = PlannerModel(capacities, configs)
@@ -40,7 +42,8 @@ class Rig:
         self.hbm: dict[int, History] = {}  # slot -> history
         self.truth: dict[tuple[int, int], History] = {}  # (table, row) -> history as trained
         self.serial = 0
-        self.rows_used: dict[int, list[dict[int, int]]] = {}  # step -> table -> admitted key -> row of the life that it trains
+        # step -> table -> admitted key -> row of the life that it trains
+        self.rows_used: dict[int, list[dict[int, int]]] = {}
         self.seen: Counter[str] = Counter()  # what has happened, so that a test can tell that it has tested something
 
     def close(self) -> None:
@@ -65,7 +68,8 @@ class Rig:
         except HbmCapacityError as error:
             try:
                 self.seen["refused"] += 1
-                self.model.plan(keys, times, [{key: -1 - i for i, key in enumerate(set(part))} for part in keys])  # rows at will
+                rows_at_will = [{key: -1 - i for i, key in enumerate(set(part))} for part in keys]
+                self.model.plan(keys, times, rows_at_will)
             except ModelCapacityError as expected:
                 assert (error.table, error.need, error.have) == (f"table{expected.table}", expected.need, expected.have)
                 assert error.never_fits == (expected.need > expected.capacity)
@@ -74,7 +78,9 @@ class Rig:
             raise AssertionError("the planner refused what the model accepts") from error
         finally:
             _fail_allocation(-1)
-        ins = zip(cut(plan.swap_in_keys, plan.swap_in_offsets), cut(plan.swap_in_rows, plan.swap_in_offsets), strict=True)
+        ins = zip(
+            cut(plan.swap_in_keys, plan.swap_in_offsets), cut(plan.swap_in_rows, plan.swap_in_offsets), strict=True
+        )
         rows = [dict(zip(k.tolist(), r.tolist(), strict=True)) for k, r in ins]
         shares = self.model.plan(keys, times, rows)
         self.compare_plan(plan, shares, keys, offsets)
@@ -105,7 +111,9 @@ class Rig:
         assert plan.swap_in_offsets.tolist() == np.cumsum([0] + [len(share.swap_in) for share in shares]).tolist()
         assert plan.swap_out_offsets.tolist() == np.cumsum([0] + [len(share.swap_out) for share in shares]).tolist()
         assert plan.table_hits.tolist() == [share.hits for share in shares] and plan.hits == sum(plan.table_hits)
-        assert plan.table_misses.tolist() == [len(share.swap_in) for share in shares] and plan.misses == sum(plan.table_misses)
+        assert plan.table_misses.tolist() == [len(share.swap_in) for share in shares] and plan.misses == sum(
+            plan.table_misses
+        )
         first = 0
         groups: list[list[int]] = []
         for t, share in enumerate(shares):
@@ -218,7 +226,11 @@ class Rig:
             stats = self.manager.stats()[t]
             assert {name: stats[name] for name in table.totals} == table.totals
             assert stats["swap_in_rows"] == stats["misses"]
-            assert (stats["free"], stats["pinned"], stats["resident"]) == (len(table.free), table.pinned(), len(table.resident))
+            assert (stats["free"], stats["pinned"], stats["resident"]) == (
+                len(table.free),
+                table.pinned(),
+                len(table.resident),
+            )
             assert len(self.tables[t]) == len(table.rows)
             assert self.manager.recency(t).tolist() == list(table.resident)
             residents = [column.tolist() for column in self.manager.residents(t)]

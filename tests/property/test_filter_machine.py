@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from models.planner_rig import Rig
 
 from embcache.config import AdmitAndEvictConfig
+from models.planner_rig import Rig
 
 SOAK = int(os.environ.get("EMBCACHE_SOAK") or 1)  # a soak run multiplies the examples
 KEYS = [0, 1, -1, 2, 3, 5, 8, 13, -(2**63), 2**63 - 1]
@@ -32,7 +32,10 @@ class FilterMachine(RuleBasedStateMachine):
     )
     def start(self, admit, evict, interval, source):
         config = AdmitAndEvictConfig(
-            admit_threshold=admit, evict_threshold=evict, evict_step_interval=interval if evict else 0, time_source=source
+            admit_threshold=admit,
+            evict_threshold=evict,
+            evict_step_interval=interval if evict else 0,
+            time_source=source,
         )
         self.rigs = [Rig([capacity], [config]) for capacity in (ROOMY, TIGHT, 2 * TIGHT)]
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from models.planner_rig import Rig
 
 from embcache.config import AdmitAndEvictConfig
 from embcache.errors import PlanError
+from models.planner_rig import Rig
 
 SOAK = int(os.environ.get("EMBCACHE_SOAK") or 1)  # a soak run multiplies the examples
 KEYS = [0, 1, -1, 2, 3, 4, 5, -(2**63), 2**63 - 1, 1 << 40]
@@ -37,7 +37,9 @@ ordinary_times = st.integers(0, 6)
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    @initialize(tables=st.lists(st.tuples(st.integers(2, 8), filters), min_size=1, max_size=3), threads=st.sampled_from([1, 2]))
+    @initialize(
+        tables=st.lists(st.tuples(st.integers(2, 8), filters), min_size=1, max_size=3), threads=st.sampled_from([1, 2])
+    )
     def start(self, tables, threads):
         self.rig = Rig([capacity for capacity, _ in tables], [config for _, config in tables], num_threads=threads)
 

@@ -23,7 +23,9 @@ def make(capacity=8, *, with_row=(), **config):
 
 
 def run(manager, keys, times=None):
-    one = manager.plan(np.array(keys, np.int64), np.array([0, len(keys)]), None if times is None else np.array(times, np.int64))
+    one = manager.plan(
+        np.array(keys, np.int64), np.array([0, len(keys)]), None if times is None else np.array(times, np.int64)
+    )
     manager.mark_swapped_out(one)
     manager.mark_swapped_in(one)
     manager.finish(one)

@@ -76,7 +76,8 @@ def state(manager):
     """Everything about a manager that a plan could change."""
     tables = range(manager.num_tables)
     seen = [
-        (manager.recency(t).tolist(), [column.tolist() for column in manager.residents(t)], manager.stats()[t]) for t in tables
+        (manager.recency(t).tolist(), [column.tolist() for column in manager.residents(t)], manager.stats()[t])
+        for t in tables
     ]
     return seen, manager.step, manager.outstanding
 
@@ -154,7 +155,9 @@ def test_case_16_a_batch_that_never_fits_changes_nothing():
     manager, tables = make(3, 2)
     run(manager, [1, 2], [9])
     before = state(manager)
-    with pytest.raises(HbmCapacityError, match="table 't0': the batch needs 4 slots, 3 of 3 can be had.*at least 4 slots") as caught:
+    with pytest.raises(
+        HbmCapacityError, match="table 't0': the batch needs 4 slots, 3 of 3 can be had.*at least 4 slots"
+    ) as caught:
         plan(manager, [1, 3, 4, 5], [8])
     error = caught.value
     assert (error.table, error.need, error.have, error.never_fits) == ("t0", 4, 3, True)
@@ -212,15 +215,20 @@ def test_i3_no_memory_at_any_point_leaves_everything_as_it_was(countdown):
 
 def test_cancel_and_plan_again_gives_the_same_plan():
     config = AdmitAndEvictConfig(admit_threshold=2, evict_threshold=3, evict_step_interval=1)
-    manager, _ = make(6, 3, filters=[config, None])
+    manager, tables = make(6, 3, filters=[config, None])
     rng = np.random.default_rng(0)
+
+    def host():
+        return [column.tolist() for column in tables[0].columns(tables[0].scan(0, 1000)[0])]
+
     for step in range(60):
         lists = rng.integers(0, 9, 6).tolist(), rng.integers(0, 9, 3).tolist()
         times = [step - int(x) for x in rng.integers(0, 3, 9)]
-        before, filtered = state(manager), manager.filter_state(0)
+        before, filtered, columns = state(manager), manager.filter_state(0), host()
         one = plan(manager, *lists, times=times)
         manager.cancel(one)
         assert one.state == "cancelled" and state(manager) == before
+        assert host() == columns  # stale ones of residents too
         for name, value in manager.filter_state(0).items():
             assert np.array_equal(value, filtered[name])
         again = plan(manager, *lists, times=times)
@@ -596,7 +604,12 @@ def test_closed():
     with manager:
         pass
     manager.close()
-    for call in (lambda: plan(manager, [1]), lambda: manager.finish(one), manager.stats, lambda: manager.peek(ints(1), 0)):
+    for call in (
+        lambda: plan(manager, [1]),
+        lambda: manager.finish(one),
+        manager.stats,
+        lambda: manager.peek(ints(1), 0),
+    ):
         with pytest.raises(ClosedError):
             call()
     assert len(tables[0]) == 0  # the plan that had not moved was undone
@@ -696,7 +709,11 @@ def test_simulate_agrees_with_the_planner():
 
 def test_simulate_checks_its_arguments():
     assert simulate(ints(), 3) == 0
-    for arguments, message in [((ints(1), 0), "capacity = 0"), ((ints(1), 1, "belady"), "belady"), ((ints(1), 1, "lru", 4), "lookahead")]:
+    for arguments, message in [
+        ((ints(1), 0), "capacity = 0"),
+        ((ints(1), 1, "belady"), "belady"),
+        ((ints(1), 1, "lru", 4), "lookahead"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             simulate(*arguments)
     with pytest.raises(ShapeError):

@@ -525,8 +525,8 @@ from embcache._core.table import Table
 from embcache.errors import HostMemoryError
 
 threads = int(sys.argv[1])
-table = Table("users", 16, state_dim=16, num_threads=threads, split_above=20_000, index_seed=1)
-twin = Table("users", 16, state_dim=16, num_threads=threads, split_above=20_000, index_seed=1)
+table = Table("users", 16, state_dim=16, num_threads=threads, split_above=4_000, index_seed=1)
+twin = Table("users", 16, state_dim=16, num_threads=threads, split_above=4_000, index_seed=1)
 first = np.arange(30_000)
 for one in (table, twin):
     one.insert(first)

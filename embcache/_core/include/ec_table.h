@@ -12,7 +12,9 @@
  * function of the sequence of calls and never of threads or of the index's layout.
  *
  * A split gives the upper half of the vshards to a new partition. Both keep the parent's extents (a local has the same
- * number in both) and share nothing else; extents taken later belong to one.
+ * number in both) and share nothing else; extents taken later belong to one. Only the lower half goes on filling the
+ * parent's last extent. Undo gives an extent back when nothing in it is handed out; a sibling that lists it too has no
+ * row there (undo stops at the sibling's rows) and will not use its own entry again, so sharing needs no count.
  *
  * Thread safety: none inside; a table's lock is taken at the doors. Within a batch, threads own disjoint partitions or
  * disjoint rows.
@@ -41,7 +43,6 @@ typedef struct ec_partition {
     uint32_t *extents;    /* local >> 10 -> global extent */
     int64_t extent_count;
     int64_t extent_slots; /* length of `extents` */
-    int64_t owned_from;   /* extents below this are shared with a sibling */
     int64_t next_local;   /* locals from here on were never handed out */
     int64_t backed_local; /* locals below this have an extent and memory */
     int64_t free_head;    /* first local of the free list, or -1 */
@@ -129,7 +130,7 @@ static inline int64_t ec_partition_pop(const ec_table *t, ec_partition *p)
 /* Give back extents at the end of a partition's list that hold no handed-out local. Cannot fail. */
 static void ec_partition_release_extents(ec_table *t, ec_partition *p)
 {
-    while (p->extent_count > p->owned_from && (p->extent_count - 1) * EC_EXTENT_ROWS >= p->next_local) {
+    while (p->extent_count > 0 && (p->extent_count - 1) * EC_EXTENT_ROWS >= p->next_local) {
         uint32_t extent = p->extents[--p->extent_count];
         int64_t at = t->free_extent_count++;
         for (; at > 0 && t->free_extents[at - 1] < extent; --at)
@@ -395,7 +396,6 @@ static int ec_table_split(ec_table *t, int64_t which)
     if (p->extent_count > 0)
         memcpy(q.extents, p->extents, (size_t)p->extent_count * sizeof *q.extents);
     q.index = upper;
-    q.owned_from = q.extent_count;
     q.next_local = q.extent_count * EC_EXTENT_ROWS; /* the lower half goes on filling the last extent */
     q.backed_local = q.next_local;
     q.limbo = upper_limbo;
@@ -415,7 +415,6 @@ static int ec_table_split(ec_table *t, int64_t which)
 
     ec_index_free(&p->index);
     p->index = lower;
-    p->owned_from = p->extent_count;
     p->limbo = limbo_from - upper_limbo;
     p->vshard_to = middle;
     p->free_count = kept;

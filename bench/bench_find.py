@@ -15,6 +15,7 @@ from race import MILLION_KEYS, QUERY_SETS, Absent, Contender, Race
 from samples import Sampler, keys_of
 
 QUERIES = 1 << 20
+CALL = 1 << 16  # keys of an insert
 SLOW_SHARE = 1 / 16  # the part of the queries that dict and binary search get
 KINDS = ("uniform", "zipf", "missing")
 LINE_KEYS = 3.5  # keys a cache line of the limit's memory stands for: five places, 70 % full
@@ -29,8 +30,9 @@ class World:
         self.ordinals = {kind: [sampler.draw(kind, QUERIES) for _ in range(QUERY_SETS)] for kind in KINDS}
         self.queries = {kind: [keys_of(drawn) for drawn in sets] for kind, sets in self.ordinals.items()}
         self.ours = {threads: ec.EmbTable("find", 1, num_threads=threads) for threads in (1, 2)}
-        for table in self.ours.values():
-            table.insert(self.keys)
+        for table in self.ours.values():  # in calls, as tables grow: one call would leave one large partition
+            for start in range(0, rows, CALL):
+                table.insert(self.keys[start : start + CALL])
         # Our row indexes are in order of insertion a partition at a time; the peers number the keys as they come.
         self.row_of_ordinal = self.ours[1].find(self.keys)
         self.maps = {name: cpp_map(name) for name in MAPS}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from race import Outcome, Race
-from report import lines, markdown
+from standings import lines, markdown
 
 OUTCOMES: list[Outcome] = []
 PATIENCE = [60.0]  # seconds that the session may spend waiting for a quiet machine
@@ -25,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """One table is enough: ours has the peers in it."""
     config.option.benchmark_quiet = True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The watchdog of the tests is too short for a peer that does the work in Python on a busy machine."""
+    for item in items:
+        item.add_marker(pytest.mark.timeout(1800))
 
 
 @pytest.fixture(scope="session")

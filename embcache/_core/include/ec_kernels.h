@@ -156,12 +156,12 @@ typedef struct {
     int64_t task_count;
 } ec_bags;
 
-/* The rows of positions from `first` on. */
-EC_ROW_FN ec_feed ec_bags_feed(const ec_bags *bags, int64_t first, int64_t end) {
-    const ec_feed feed = {.base = bags->weights, .ids = bags->inverse, .places = bags->slots, .coefs = bags->coefs,
-                          .stride = bags->dim, .dim = bags->dim, .ahead = ec_prefetch_distance(bags->dim, 1),
-                          .next = first, .end = end};
-    return feed;
+/* The rows of positions, those before `end` to be looked at. */
+EC_ROW_FN ec_items ec_bags_items(const ec_bags *bags, int64_t end) {
+    const ec_items items = {.base = bags->weights, .ids = bags->inverse, .places = bags->slots, .coefs = bags->coefs,
+                            .stride = bags->dim, .dim = bags->dim, .ahead = ec_prefetch_distance(bags->dim, 1),
+                            .end = end};
+    return items;
 }
 
 EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task, const int avx2) {
@@ -169,17 +169,23 @@ EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task, const int avx2) {
     const int64_t dim = bags->dim;
     const int64_t first = ec_segment_share(offsets, bags->bag_count, task, bags->task_count);
     const int64_t last = ec_segment_share(offsets, bags->bag_count, task + 1, bags->task_count);
-    ec_source ring[EC_RING];
     if (first >= last) return;
-    ec_feed feed = ec_bags_feed(bags, offsets[first], offsets[last]);
+    const ec_items items = ec_bags_items(bags, offsets[last]);
+    ec_prefetch_first(&items, offsets[first]);
     int64_t feature = first / bags->batch_size, sample = first % bags->batch_size;
     for (int64_t bag = first; bag < last; bag++) {
         const int64_t start = offsets[bag], end = offsets[bag + 1];
         float *out = bags->out + sample * bags->width + bags->out_cols[feature];
-        if (start == end) memset(out, 0, (size_t)dim * 4);
-        for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
-            const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-            EC_CLONE_OF(ec_sum_rows, avx2)(out, &feed, ring, at, stop, at > start);
+        if (start == end) {
+            memset(out, 0, (size_t)dim * 4);
+        } else if (end - start == 1 && !items.coefs) {
+            ec_copy_row(out, ec_lone_row(&items, start), dim);
+        } else {
+            /* By block, so that the columns of a long row find the item's place in the cache. */
+            for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
+                const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
+                EC_CLONE_OF(ec_sum_items, avx2)(out, &items, at, stop, at > start);
+            }
         }
         if (bags->feature_mean[feature] && end - start > 1) ec_divide_row(out, (float)(end - start), dim);
         if (++sample == bags->batch_size) {
@@ -194,17 +200,16 @@ EC_ROW_FN void ec_coef_grad_body(const ec_bags *bags, int64_t task, const int av
     const int64_t dim = bags->dim;
     const int64_t first = ec_segment_share(offsets, bags->bag_count, task, bags->task_count);
     const int64_t last = ec_segment_share(offsets, bags->bag_count, task + 1, bags->task_count);
-    ec_source ring[EC_RING];
     if (first >= last) return;
-    ec_feed feed = ec_bags_feed(bags, offsets[first], offsets[last]);
+    const ec_items items = ec_bags_items(bags, offsets[last]);
+    ec_prefetch_first(&items, offsets[first]);
     int64_t feature = first / bags->batch_size, sample = first % bags->batch_size;
     for (int64_t bag = first; bag < last; bag++) {
         const int64_t start = offsets[bag], end = offsets[bag + 1];
         const float *grad = bags->grad + sample * bags->width + bags->out_cols[feature];
         const float divisor = bags->feature_mean[feature] && end > start ? (float)(end - start) : 1.0f;
         for (int64_t at = start; at < end; at++) {
-            ec_feed_from(&feed, ring, at);
-            bags->out[at - offsets[0]] = ec_dot(grad, ring[at & EC_RING_MASK].row, dim) / divisor;
+            bags->out[at - offsets[0]] = ec_dot(grad, ec_lone_row(&items, at), dim) / divisor;
         }
         if (++sample == bags->batch_size) {
             sample = 0;
@@ -288,12 +293,12 @@ static inline int64_t ec_hot_uniques(const ec_segments *seg, int64_t *uniques, i
     return count;
 }
 
-/* The gradients of occurrences from `first` on. */
-EC_ROW_FN ec_feed ec_segments_feed(const ec_segments *seg, int64_t first, int64_t end) {
-    const ec_feed feed = {.base = seg->grad, .ids = seg->order, .places = seg->sources, .coefs = seg->factors,
-                          .id_base = seg->first_position, .stride = seg->sources ? 1 : seg->dim, .dim = seg->dim,
-                          .ahead = ec_prefetch_distance(seg->dim, 1), .next = first, .end = end, .coefs_by_id = 1};
-    return feed;
+/* The gradients of occurrences, those before `end` to be looked at. */
+EC_ROW_FN ec_items ec_segments_items(const ec_segments *seg, int64_t end) {
+    const ec_items items = {.base = seg->grad, .ids = seg->order, .places = seg->sources, .coefs = seg->factors,
+                            .id_base = seg->first_position, .stride = seg->sources ? 1 : seg->dim, .dim = seg->dim,
+                            .ahead = ec_prefetch_distance(seg->dim, 1), .end = end, .coefs_by_id = seg->factors != NULL};
+    return items;
 }
 
 /* Partial sums of the blocks of hot uniques; a task is EC_HOT_BLOCKS_A_TASK blocks. */
@@ -301,7 +306,6 @@ EC_ROW_FN void ec_hot_body(const ec_segments *seg, int64_t task, const int avx2)
     const int64_t total = seg->hot_blocks[seg->hot_count];
     const int64_t first = task * EC_HOT_BLOCKS_A_TASK;
     const int64_t last = total - first < EC_HOT_BLOCKS_A_TASK ? total : first + EC_HOT_BLOCKS_A_TASK;
-    ec_source ring[EC_RING];
     int64_t hot = 0;
     while (seg->hot_blocks[hot + 1] <= first) hot++;
     for (int64_t block = first; block < last; block++) {
@@ -309,8 +313,8 @@ EC_ROW_FN void ec_hot_body(const ec_segments *seg, int64_t task, const int avx2)
         const int64_t unique = seg->hot_uniques[hot], end = seg->offsets[unique + 1];
         const int64_t at = seg->offsets[unique] + (block - seg->hot_blocks[hot]) * EC_SUM_BLOCK;
         const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-        ec_feed feed = ec_segments_feed(seg, at, stop);
-        EC_CLONE_OF(ec_sum_rows, avx2)(seg->partials + block * seg->dim, &feed, ring, at, stop, 0);
+        const ec_items items = ec_segments_items(seg, end);
+        EC_CLONE_OF(ec_sum_items, avx2)(seg->partials + block * seg->dim, &items, at, stop, 0);
     }
 }
 
@@ -336,11 +340,11 @@ EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task, const int a
     const int64_t dim = seg->dim;
     const int fused = seg->out == NULL;
     const int64_t rows_ahead = ec_prefetch_distance(dim, 1 + (seg->width0 == dim) + (seg->width1 == dim));
-    ec_source ring[EC_RING];
     float sum[EC_MAX_DIM], partial[EC_MAX_DIM];
     if (first >= last) return;
-    ec_feed feed = ec_segments_feed(seg, seg->offsets[first], seg->offsets[last]);
+    const ec_items items = ec_segments_items(seg, seg->offsets[last]);
     int64_t hot = 0;
+    ec_prefetch_first(&items, seg->offsets[first]);
     while (hot < seg->hot_count && seg->hot_uniques[hot] < first) hot++;
     if (fused) {
         for (int64_t u = first; u < last && u < first + rows_ahead; u++) ec_prefetch_updated(seg, u);
@@ -348,6 +352,7 @@ EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task, const int a
     for (int64_t u = first; u < last; u++) {
         const int64_t start = seg->offsets[u], end = seg->offsets[u + 1];
         float *total = fused ? sum : seg->out + (u - seg->start) * dim;
+        const float *grad = total;
         if (fused && u + rows_ahead < last) ec_prefetch_updated(seg, u + rows_ahead);
         if (hot < seg->hot_count && seg->hot_uniques[hot] == u) {
             const float *ready = seg->partials + seg->hot_blocks[hot] * dim;
@@ -357,14 +362,17 @@ EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task, const int a
             hot++;
         } else if (start == end || (seg->admitted && !seg->admitted[u])) {
             memset(total, 0, (size_t)dim * 4);
+        } else if (end - start == 1 && !items.coefs) {
+            grad = ec_lone_row(&items, start);
+            if (!fused) ec_copy_row(total, grad, dim);
         } else {
             for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
                 const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-                EC_CLONE_OF(ec_sum_rows, avx2)(at == start ? total : partial, &feed, ring, at, stop, 0);
+                EC_CLONE_OF(ec_sum_items, avx2)(at == start ? total : partial, &items, at, stop, 0);
                 if (at > start) ec_add_row(total, partial, dim);
             }
         }
-        if (fused && (!seg->admitted || seg->admitted[u])) ec_update_unique(seg, u, total, avx2);
+        if (fused && (!seg->admitted || seg->admitted[u])) ec_update_unique(seg, u, grad, avx2);
     }
 }
 

@@ -3,7 +3,8 @@
  * Promise kept here (I9): a result is a pure function of the values, whatever the ISA, the thread count or the place
  * of a row. So: vectorized across the elements of a row only, reductions over a row in 16 fixed lanes, no fused
  * multiply-add (-ffp-contract=off), no reciprocal or square-root approximation. Bodies are inlined into a baseline and
- * an AVX2 clone; the 32-byte vector type is lowered to two registers where the ISA has 16-byte ones.
+ * an AVX2 clone. Only the latter may use the 32-byte vector type: gcc lowers it to memory traffic where the ISA has
+ * 16-byte registers.
  */
 #ifndef EC_ROWMATH_H
 #define EC_ROWMATH_H
@@ -34,9 +35,7 @@ typedef float ec_f4u __attribute__((vector_size(16), aligned(4), may_alias));
 
 #define EC_MAX_DIM 8192
 #define EC_SUM_BLOCK 256 /* occurrences of a key that are added up before the partial sum is added to the total */
-#define EC_RING 512      /* power of two >= EC_SUM_BLOCK + the longest prefetch distance */
-#define EC_RING_MASK (EC_RING - 1)
-#define EC_PLACES_AHEAD 32 /* items between the prefetch of a row's place and that of the row */
+#define EC_PLACES_AHEAD 16 /* items between the prefetch of a row's place and that of the row */
 #define EC_PREFETCH_BYTES 512 /* beyond this much of a row the hardware prefetcher has caught on */
 
 /* Brings the cache lines of a row near. */
@@ -76,15 +75,8 @@ EC_ROW_FN void ec_stream_fence(void) {
 
 /* ------------------------------------------------------------------------------------------- sums of scattered rows */
 
-/* One row to be added: where it is, and its factor. */
-typedef struct {
-    const float *row;
-    float coef;
-} ec_source;
-
-/* A stream of rows to be added, item by item. Item i is the row of id = ids[i] - id_base: base + places[id] * stride,
- * or base + id * stride without places. Items `ahead` of the one being added are looked up, prefetched and noted in a
- * ring, one for each that is added, so that cache misses are spread evenly over the arithmetic. */
+/* Rows to be added, item by item. Item i is the row of id = ids[i] - id_base: base + places[id] * stride, or
+ * base + id * stride without places. */
 typedef struct {
     const float *base;
     const int64_t *ids;
@@ -93,105 +85,131 @@ typedef struct {
     int64_t id_base;
     int64_t stride;
     int64_t dim;
-    int64_t ahead;
-    int64_t next; /* first item that is not in the ring */
-    int64_t end;  /* of the items of this task */
+    int64_t ahead; /* items between a prefetch and its use */
+    int64_t end;   /* of the items that may be looked at */
     int coefs_by_id;
-} ec_feed;
+} ec_items;
 
-/* Looks up the next item, if there is one. */
-EC_ROW_FN void ec_feed_one(ec_feed *feed, ec_source *ring) {
-    const int64_t item = feed->next;
-    if (item >= feed->end) return;
-    ec_source *source = &ring[item & EC_RING_MASK];
-    const int64_t id = feed->ids[item] - feed->id_base;
-    if (feed->places && item + EC_PLACES_AHEAD < feed->end) {
-        /* The place is a scattered read itself. */
-        const int64_t later = feed->ids[item + EC_PLACES_AHEAD] - feed->id_base;
-        __builtin_prefetch(feed->places + later);
-        if (feed->coefs_by_id) __builtin_prefetch(feed->coefs + later);
-    }
-    source->row = feed->base + (feed->places ? feed->places[id] : id) * feed->stride;
-    if (feed->coefs) source->coef = feed->coefs[feed->coefs_by_id ? id : item];
-    ec_prefetch_row(source->row, feed->dim);
-    feed->next = item + 1;
+EC_ROW_FN const float *ec_item_row(const ec_items *items, int64_t item, const int placed) {
+    const int64_t id = items->ids[item] - items->id_base;
+    return items->base + (placed ? items->places[id] : id) * items->stride;
 }
 
-/* Makes sure that items item .. item + ahead are in the ring, those before may be forgotten. */
-EC_ROW_FN void ec_feed_from(ec_feed *feed, ec_source *ring, int64_t item) {
-    if (feed->next < item) feed->next = item;
-    while (feed->next < feed->end && feed->next <= item + feed->ahead) ec_feed_one(feed, ring);
+EC_ROW_FN float ec_item_coef(const ec_items *items, int64_t item) {
+    return items->coefs[items->coefs_by_id ? items->ids[item] - items->id_base : item];
+}
+
+/* Fetches item `later` while others are added: where its row is, long before, and the columns to be added. */
+EC_ROW_FN void ec_prefetch_item(const ec_items *items, int64_t later, int64_t column, int columns, const int placed) {
+    if (later >= items->end) return;
+    const float *row = ec_item_row(items, later, placed) + column;
+    for (int j = 0; j < columns; j += 16) __builtin_prefetch(row + j);
+    if (placed && column == 0 && later + EC_PLACES_AHEAD < items->end) {
+        const int64_t id = items->ids[later + EC_PLACES_AHEAD] - items->id_base;
+        __builtin_prefetch(items->places + id);
+        if (items->coefs_by_id) __builtin_prefetch(items->coefs + id);
+    }
+}
+
+/* Fetches the items that nobody will have fetched when a task begins. */
+EC_ROW_FN void ec_prefetch_first(const ec_items *items, int64_t first) {
+    for (int64_t i = first; i < first + items->ahead && i < items->end; i++) {
+        ec_prefetch_row(items->places ? ec_item_row(items, i, 1) : ec_item_row(items, i, 0), items->dim);
+    }
+}
+
+/* The row of an item that is used by itself; fetches a later one. */
+EC_ROW_FN const float *ec_lone_row(const ec_items *items, int64_t item) {
+    const int64_t later = item + items->ahead;
+    if (items->places) {
+        if (later < items->end) ec_prefetch_row(ec_item_row(items, later, 1), items->dim);
+        return ec_item_row(items, item, 1);
+    }
+    if (later < items->end) ec_prefetch_row(ec_item_row(items, later, 0), items->dim);
+    return ec_item_row(items, item, 0);
 }
 
 /* out (+)= sum of items [at, stop), for LANES * VECTORS elements from `column` on, kept in registers. */
 #define EC_FOR_VECTORS _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
 #define EC_DEFINE_SUM(NAME, VECTOR, UNALIGNED, LANES, VECTORS)                                                        \
-    EC_ROW_FN void NAME(float *out, ec_feed *feed, ec_source *ring, int64_t at, int64_t stop, int64_t column,         \
-                        int accumulate, const int weighted, const int feeds) {                                        \
-        enum { vectors = VECTORS };                                                                                   \
+    EC_ROW_FN void NAME(float *restrict out, const ec_items *restrict items, int64_t at, int64_t stop,                \
+                        int64_t column, int accumulate, const int weighted, const int placed) {                       \
+        enum { vectors = VECTORS, columns = LANES * VECTORS };                                                        \
+        const int fetches = columns >= 16 || column % 16 == 0;                                                        \
+        const int64_t ahead = items->ahead;                                                                           \
         VECTOR sum[vectors];                                                                                          \
         out += column;                                                                                                \
         if (accumulate) {                                                                                             \
             EC_FOR_VECTORS sum[v] = *(const UNALIGNED *)(out + v * LANES);                                            \
         } else {                                                                                                      \
-            const ec_source *source = &ring[at & EC_RING_MASK];                                                       \
+            const float *row = ec_item_row(items, at, placed) + column;                                               \
             EC_FOR_VECTORS {                                                                                          \
-                sum[v] = *(const UNALIGNED *)(source->row + column + v * LANES);                                      \
-                if (weighted) sum[v] *= source->coef;                                                                 \
+                sum[v] = *(const UNALIGNED *)(row + v * LANES);                                                       \
+                if (weighted) sum[v] *= ec_item_coef(items, at);                                                      \
             }                                                                                                         \
+            if (fetches) ec_prefetch_item(items, at + ahead, column, columns, placed);                                \
             at++;                                                                                                     \
         }                                                                                                             \
         for (; at < stop; at++) {                                                                                     \
-            const ec_source *source = &ring[at & EC_RING_MASK];                                                       \
-            if (feeds) ec_feed_one(feed, ring);                                                                       \
+            const float *row = ec_item_row(items, at, placed) + column;                                               \
             EC_FOR_VECTORS {                                                                                          \
-                VECTOR term = *(const UNALIGNED *)(source->row + column + v * LANES);                                 \
-                if (weighted) term *= source->coef;                                                                   \
+                VECTOR term = *(const UNALIGNED *)(row + v * LANES);                                                  \
+                if (weighted) term *= ec_item_coef(items, at);                                                        \
                 sum[v] += term;                                                                                       \
             }                                                                                                         \
+            if (fetches) ec_prefetch_item(items, at + ahead, column, columns, placed);                                \
         }                                                                                                             \
         EC_FOR_VECTORS *(UNALIGNED *)(out + v * LANES) = sum[v];                                                      \
     }
 
-EC_DEFINE_SUM(ec_sum_64, ec_f8, ec_f8u, 8, 8)
-EC_DEFINE_SUM(ec_sum_32, ec_f8, ec_f8u, 8, 4)
-EC_DEFINE_SUM(ec_sum_16, ec_f8, ec_f8u, 8, 2)
-EC_DEFINE_SUM(ec_sum_8, ec_f8, ec_f8u, 8, 1)
+EC_DEFINE_SUM(ec_sum_64_wide, ec_f8, ec_f8u, 8, 8)
+EC_DEFINE_SUM(ec_sum_32_wide, ec_f8, ec_f8u, 8, 4)
+EC_DEFINE_SUM(ec_sum_16_wide, ec_f8, ec_f8u, 8, 2)
+EC_DEFINE_SUM(ec_sum_8_wide, ec_f8, ec_f8u, 8, 1)
+EC_DEFINE_SUM(ec_sum_32, ec_f4, ec_f4u, 4, 8)
+EC_DEFINE_SUM(ec_sum_16, ec_f4, ec_f4u, 4, 4)
+EC_DEFINE_SUM(ec_sum_8, ec_f4, ec_f4u, 4, 2)
 EC_DEFINE_SUM(ec_sum_4, ec_f4, ec_f4u, 4, 1)
 EC_DEFINE_SUM(ec_sum_1, float, float, 1, 1)
 
-/* The first columns feed the ring, the others find it fed. */
-EC_ROW_FN void ec_sum_columns(float *out, ec_feed *feed, ec_source *ring, int64_t at, int64_t stop, int accumulate,
-                              const int weighted) {
-    const int64_t dim = feed->dim;
-    int64_t column;
-    if (dim >= 64) { ec_sum_64(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 64; }
-    else if (dim >= 32) { ec_sum_32(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 32; }
-    else if (dim >= 16) { ec_sum_16(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 16; }
-    else if (dim >= 8) { ec_sum_8(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 8; }
-    else { ec_sum_1(out, feed, ring, at, stop, 0, accumulate, weighted, 1); column = 1; }
-    for (; column + 64 <= dim; column += 64) ec_sum_64(out, feed, ring, at, stop, column, accumulate, weighted, 0);
-    for (; column + 16 <= dim; column += 16) ec_sum_16(out, feed, ring, at, stop, column, accumulate, weighted, 0);
-    for (; column + 4 <= dim; column += 4) ec_sum_4(out, feed, ring, at, stop, column, accumulate, weighted, 0);
-    for (; column < dim; column++) ec_sum_1(out, feed, ring, at, stop, column, accumulate, weighted, 0);
+EC_ROW_FN void ec_sum_columns(float *restrict out, const ec_items *restrict items, int64_t at, int64_t stop,
+                              int accumulate, const int weighted, const int placed, const int avx2) {
+    const int64_t dim = items->dim;
+    int64_t c = 0;
+    if (avx2) {
+        for (; c + 64 <= dim; c += 64) ec_sum_64_wide(out, items, at, stop, c, accumulate, weighted, placed);
+        for (; c + 32 <= dim; c += 32) ec_sum_32_wide(out, items, at, stop, c, accumulate, weighted, placed);
+        for (; c + 16 <= dim; c += 16) ec_sum_16_wide(out, items, at, stop, c, accumulate, weighted, placed);
+        for (; c + 8 <= dim; c += 8) ec_sum_8_wide(out, items, at, stop, c, accumulate, weighted, placed);
+    } else {
+        for (; c + 32 <= dim; c += 32) ec_sum_32(out, items, at, stop, c, accumulate, weighted, placed);
+        for (; c + 16 <= dim; c += 16) ec_sum_16(out, items, at, stop, c, accumulate, weighted, placed);
+        for (; c + 8 <= dim; c += 8) ec_sum_8(out, items, at, stop, c, accumulate, weighted, placed);
+    }
+    for (; c + 4 <= dim; c += 4) ec_sum_4(out, items, at, stop, c, accumulate, weighted, placed);
+    for (; c < dim; c++) ec_sum_1(out, items, at, stop, c, accumulate, weighted, placed);
 }
 
-EC_ROW_FN void ec_sum_rows_body(float *restrict out, ec_feed *restrict feed, ec_source *restrict ring, int64_t at,
-                                int64_t stop, int accumulate) {
-    ec_feed_from(feed, ring, at);
-    if (feed->coefs) ec_sum_columns(out, feed, ring, at, stop, accumulate, 1);
-    else ec_sum_columns(out, feed, ring, at, stop, accumulate, 0);
+EC_ROW_FN void ec_sum_items_body(float *restrict out, const ec_items *restrict items, int64_t at, int64_t stop,
+                                 int accumulate, const int avx2) {
+    if (items->places) {
+        if (items->coefs) ec_sum_columns(out, items, at, stop, accumulate, 1, 1, avx2);
+        else ec_sum_columns(out, items, at, stop, accumulate, 0, 1, avx2);
+    } else {
+        if (items->coefs) ec_sum_columns(out, items, at, stop, accumulate, 1, 0, avx2);
+        else ec_sum_columns(out, items, at, stop, accumulate, 0, 0, avx2);
+    }
 }
 
-/* out (+)= sum of coef * row over the items [at, stop), at least one and at most EC_SUM_BLOCK, added in that order. */
-EC_ROW_CLONE void ec_sum_rows_baseline(float *restrict out, ec_feed *restrict feed, ec_source *restrict ring, int64_t at,
-                                       int64_t stop, int accumulate) {
-    ec_sum_rows_body(out, feed, ring, at, stop, accumulate);
+/* out (+)= sum of coef * row over the items [at, stop), at least one, added in that order. */
+EC_ROW_CLONE void ec_sum_items_baseline(float *restrict out, const ec_items *restrict items, int64_t at, int64_t stop,
+                                        int accumulate) {
+    ec_sum_items_body(out, items, at, stop, accumulate, 0);
 }
 
-EC_ROW_CLONE EC_TARGET_AVX2 void ec_sum_rows_avx2(float *restrict out, ec_feed *restrict feed, ec_source *restrict ring,
-                                                  int64_t at, int64_t stop, int accumulate) {
-    ec_sum_rows_body(out, feed, ring, at, stop, accumulate);
+EC_ROW_CLONE EC_TARGET_AVX2 void ec_sum_items_avx2(float *restrict out, const ec_items *restrict items, int64_t at,
+                                                   int64_t stop, int accumulate) {
+    ec_sum_items_body(out, items, at, stop, accumulate, 1);
 }
 
 EC_ROW_FN void ec_add_row(float *restrict out, const float *restrict row, int64_t dim) {
@@ -201,6 +219,8 @@ EC_ROW_FN void ec_add_row(float *restrict out, const float *restrict row, int64_
 EC_ROW_FN void ec_divide_row(float *out, float divisor, int64_t dim) {
     for (int64_t j = 0; j < dim; j++) out[j] /= divisor;
 }
+
+#define EC_FOR_QUARTERS _Pragma("GCC unroll 4") for (int q = 0; q < 4; q++)
 
 /* Adds up 16 lanes in the one order that every reduction over a row uses: halves onto halves. */
 EC_ROW_FN float ec_reduce_lanes(const float *lanes) {
@@ -212,15 +232,13 @@ EC_ROW_FN float ec_reduce_lanes(const float *lanes) {
 
 /* Element j of a row belongs to lane j % 16; a lane adds its products in order of j. */
 EC_ROW_FN float ec_dot(const float *a, const float *b, int64_t dim) {
-    ec_f8 low = {0}, high = {0};
+    ec_f4 sums[4] = {{0}};
     float lanes[16];
     int64_t j = 0;
     for (; j + 16 <= dim; j += 16) {
-        low += *(const ec_f8u *)(a + j) * *(const ec_f8u *)(b + j);
-        high += *(const ec_f8u *)(a + j + 8) * *(const ec_f8u *)(b + j + 8);
+        EC_FOR_QUARTERS sums[q] += *(const ec_f4u *)(a + j + 4 * q) * *(const ec_f4u *)(b + j + 4 * q);
     }
-    *(ec_f8u *)lanes = low;
-    *(ec_f8u *)(lanes + 8) = high;
+    EC_FOR_QUARTERS *(ec_f4u *)(lanes + 4 * q) = sums[q];
     for (int k = 0; j < dim; j++, k++) lanes[k] += a[j] * b[j];
     return ec_reduce_lanes(lanes);
 }
@@ -263,20 +281,17 @@ EC_ROW_FN void ec_update_adagrad(const ec_rule *rule, float *restrict weights, f
 EC_ROW_FN void ec_update_rowwise_adagrad(const ec_rule *rule, float *restrict weights, float *restrict sums,
                                          const float *restrict grad, int64_t dim, const int decays) {
     const float lr = rule->lr, decay = rule->weight_decay, eps = rule->eps;
-    ec_f8 low = {0}, high = {0};
+    ec_f4 squares[4] = {{0}};
     float lanes[16];
     int64_t j = 0;
     for (; j + 16 <= dim; j += 16) {
-        ec_f8 a = *(const ec_f8u *)(grad + j), b = *(const ec_f8u *)(grad + j + 8);
-        if (decays) {
-            a += decay * *(const ec_f8u *)(weights + j);
-            b += decay * *(const ec_f8u *)(weights + j + 8);
+        EC_FOR_QUARTERS {
+            ec_f4 g = *(const ec_f4u *)(grad + j + 4 * q);
+            if (decays) g += decay * *(const ec_f4u *)(weights + j + 4 * q);
+            squares[q] += g * g;
         }
-        low += a * a;
-        high += b * b;
     }
-    *(ec_f8u *)lanes = low;
-    *(ec_f8u *)(lanes + 8) = high;
+    EC_FOR_QUARTERS *(ec_f4u *)(lanes + 4 * q) = squares[q];
     for (int k = 0; j < dim; j++, k++) {
         const float g = EC_DECAYED(j);
         lanes[k] += g * g;

@@ -163,8 +163,8 @@ def test_i9_bit_identical_with_big_batches() -> None:
     tables = [ec.TableConfig("a", 8, ["a", "b"], admit_and_evict=rule), ec.TableConfig("c", 4, pooling="mean")]
     rng = np.random.default_rng(8)
     batches = [
-        make_batch(rng, ["a", "b", "c"], range(step * 15_000, step * 15_000 + 100_000), 12_000, lengths=(0, 1, 2), now=10 * step, skew=3.0)
-        for step in range(6)
+        make_batch(rng, ["a", "b", "c"], range(step * 9_000, step * 9_000 + 600_000), 13_000, lengths=(0, 1, 2), now=10 * step, skew=3.0)
+        for step in range(8)
     ]
     world = World(tables, ec.Adam(lr=0.01), True, 1, 1, batches)
     least = world.least_rows()

@@ -95,6 +95,17 @@ def test_the_order_of_steps_is_enforced_before_any_row_moves():
     assert manager.outstanding == 0
 
 
+def test_a_swap_in_before_its_swap_out_moves_nothing():
+    manager = make(hbm_rows=2)
+    info = through(manager, [1, 2])
+    manager.buffer.weights[0].numpy()[info.slots] = [[1, 1], [2, 2]]
+    early = manager.plan(batch([3, 4]))
+    with pytest.raises(ec.PlanError, match="swap_in of step 2"):
+        manager.swap_in(early)
+    assert slot_rows(manager, info) == [[1, 1], [2, 2]]
+    assert manager.table("t").lookup([1, 2], insert=False).tolist() == [[1, 1], [2, 2]]
+
+
 def test_cancel_takes_everything_back():
     manager = make(hbm_rows=2)
     through(manager, [1, 2])

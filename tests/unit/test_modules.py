@@ -300,6 +300,18 @@ def test_weights_get_their_gradient_in_evaluation_too():
     assert weights.grad.tolist() == [5, 5] and row(ebc) == [2, 3]
 
 
+def test_a_bad_learning_rate_in_one_collection_stops_the_other_too():
+    good, bad = bag(), bag()
+    for broken_last in (False, True):
+        bad.optimizer.param_groups[0]["lr"] = -1.0
+        first, second = (bad, good) if broken_last else (good, bad)
+        loss = first(features([1])).values().sum() + second(features([1])).values().sum()
+        with pytest.raises(ec.ConfigError, match="lr"):
+            loss.backward()
+        del loss
+        assert row(good) == row(bad) == [0, 0] and good.optimizer.step_count == 0
+
+
 # ----------------------------------------------------------------------------------------------------------------- pins
 
 
@@ -382,6 +394,26 @@ def test_create_graph_is_refused_clearly():
         out.backward(create_graph=True)
     assert row(ebc) == [0, 0]
     del out
+    assert pinned(ebc) == 0
+
+
+def test_i13_pins_of_a_failed_pass_end_with_its_graph():
+    ebc = bag(hbm_rows=2)
+
+    def explode(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in a hook")
+
+    def fail() -> None:
+        scaled = torch.ones((), requires_grad=True) * 1.0
+        scaled.register_hook(explode)
+        (scaled + ebc(features([1, 2])).values().sum()).backward()
+
+    with pytest.raises(ValueError, match="in a hook") as caught:
+        fail()
+    assert pinned(ebc) == 2  # the traceback holds the graph
+    caught.value.__traceback__ = None
+    del caught
+    gc.collect()
     assert pinned(ebc) == 0
 
 

@@ -88,6 +88,31 @@ def test_i1_a_change_drops_the_resident_copy():
     view.check()
 
 
+def test_i1_an_assignment_that_memory_refuses_loses_nothing():
+    manager = manager_of()
+    view = manager.table("t")
+    train(manager, [1, 2, 3])
+
+    class Refusing:
+        def __init__(self, host: object) -> None:
+            self._host = host
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._host, name)
+
+        def assign(self, *columns: object) -> None:
+            raise ec.HostMemoryError("refused")
+
+        def write_from(self, *columns: object) -> None:
+            self._host.write_from(*columns)
+
+    view._host, host = Refusing(view._host), view._host
+    with pytest.raises(ec.HostMemoryError):
+        view.assign([1, 9], np.zeros((2, 2), dtype=np.float32))
+    view._host = host
+    assert column(view.lookup([1, 2, 9], insert=False)) == [11, 11, 1] and 9 not in view
+
+
 def test_i1_a_pinned_key_refuses_and_nothing_changes():
     manager = manager_of()
     view = manager.table("t")

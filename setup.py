@@ -33,6 +33,8 @@ DIRECTIVES = {
     "cdivision": True,
     "embedsignature": True,
     "freethreading_compatible": False,
+    # They would point at the bounds checks of a checked build.
+    "show_performance_hints": not CHECKED,
 }
 
 
@@ -60,6 +62,6 @@ def c_folder() -> str:
 
 if __name__ == "__main__":
     setup(
-        ext_modules=cythonize(extensions(), compiler_directives=DIRECTIVES, build_dir=c_folder()),
+        ext_modules=cythonize(extensions(), compiler_directives=DIRECTIVES, build_dir=c_folder(), quiet=True),
         options={"build_ext": {"parallel": min(len(os.sched_getaffinity(0)), 8)}},
     )

@@ -44,9 +44,10 @@ from .errors import (
 if TYPE_CHECKING:
     from ._core.swap import simulate
     from .features import JaggedFeatures, JaggedTensor, KeyedTensor
-    from .manager import EmbCacheManager, SwapInfo
+    from .manager import EmbCacheManager
     from .modules import EmbeddingBagCollection, EmbeddingCollection
     from .optim import EmbOptimizer
+    from .swapinfo import SwapInfo
     from .table import EmbTable, hash_strings
     from .view import TableView
 
@@ -61,7 +62,7 @@ _LAZY = {
     "JaggedFeatures": "features",
     "JaggedTensor": "features",
     "KeyedTensor": "features",
-    "SwapInfo": "manager",
+    "SwapInfo": "swapinfo",
     "TableView": "view",
     "hash_strings": "table",
     "simulate": "_core.swap",

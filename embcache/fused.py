@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from .errors import ConfigError, PlanError
-from .manager import EmbCacheManager, SwapInfo
+from .manager import EmbCacheManager
 from .optim import EmbOptimizer
+from .swapinfo import SwapInfo
 
 __all__ = ["Forward", "FusedUpdate"]
 

@@ -8,10 +8,6 @@ It knows nothing of autograd; `embcache.modules` stands on it.
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -25,14 +21,16 @@ from ._core.table import Table
 from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer
 from .config import Adagrad, OptimizerSpec, TableConfig
-from .devices import Backend, GroupLookup, backend_for
-from .errors import ClosedError, ConfigError, ForkError, HbmCapacityError, HostMemoryError, PlanError
+from .devices import backend_for
+from .door import Door
+from .errors import ConfigError, HbmCapacityError, HostMemoryError, PlanError
 from .features import as_jagged_features
 from .layout import FlatBatch, TableLayout
+from .swapinfo import SwapInfo
 from .table import initializer_spec
 from .view import TableView
 
-__all__ = ["EmbCacheManager", "SwapInfo"]
+__all__ = ["EmbCacheManager"]
 
 DEFAULT_OPTIMIZER = Adagrad(lr=0.01)
 FREE_MEMORY_SHARE = 0.6
@@ -40,112 +38,6 @@ FIRST_SLOTS = 256
 MAX_SLOTS = 2**31 - 2
 COUNTERS = ("hits", "misses", "swap_in_rows", "swap_out_rows", "admitted", "rejected", "evicted", "forgotten", "born")
 GAUGES = ("capacity", "resident", "free", "pinned")
-
-
-class Door:
-    """What every entry into a manager passes: the pid check, the lock, the closed check, and late ends of plans.
-
-    Plans whose graph was garbage-collected end here. A collector may run anywhere, inside a locked region too, so it only
-    appends to a deque; the next entry does the work.
-    """
-
-    __slots__ = ("closed", "late", "lock", "pid", "planner")
-
-    def __init__(self, planner: SwapManager) -> None:
-        self.pid = os.getpid()
-        self.lock = threading.RLock()
-        self.planner = planner
-        self.late: deque[Plan] = deque()
-        self.closed = False
-
-    def check_process(self) -> None:
-        """Raise `ForkError` in a child; before the lock, which a thread of the parent may have held at the fork."""
-        if os.getpid() != self.pid:
-            raise ForkError(
-                f"this manager belongs to process {self.pid}, not to its child {os.getpid()}; make the model in the process that trains it"
-            )
-
-    def __enter__(self) -> None:
-        self.check_process()
-        self.lock.acquire()
-        if self.closed:
-            self.lock.release()
-            raise ClosedError("this manager was closed; make a new one")
-        while self.late:
-            plan = self.late.popleft()
-            if plan.state == "swapped_in":
-                self.planner.finish(plan)
-
-    def __exit__(self, *exc: object) -> None:
-        self.lock.release()
-
-
-class SwapInfo:
-    """What one batch needs: the slots of its keys, the rows to swap in, the rows to swap out.
-
-    Made by `EmbCacheManager.plan`. Besides the attributes below it has those of the core's plan, read-only int64 arrays
-    in the order of `tables`: ``step``, ``state``, ``table_offsets``, ``unique_keys``, ``unique_offsets``, ``inverse``,
-    ``occurrence_order``, ``segment_offsets``, ``slots``, ``admitted``, ``swap_in_keys``/``_slots``/``_rows``/``_offsets``,
-    ``swap_out_keys``/``_slots``/``_rows``/``_offsets``, ``hits``, ``misses``, ``table_hits``, ``table_misses``.
-
-    Attributes
-    ----------
-    tables : list of str
-        Names in the order of the arrays. (Tables of one dim stand together.)
-    batch_size : int
-    """
-
-    __slots__ = ("_layout", "_lookups", "_owner", "flat", "plan")
-
-    def __init__(self, owner: EmbCacheManager, plan: Plan, flat: FlatBatch) -> None:
-        self._owner = weakref.ref(owner)
-        self._layout = owner.layout
-        self._lookups: dict[bool, list[GroupLookup]] = {}
-        self.plan, self.flat = plan, flat
-
-    @property
-    def tables(self) -> list[str]:
-        return [table.name for table in self._layout.tables]
-
-    @property
-    def batch_size(self) -> int:
-        return self.flat.batch_size
-
-    def lookups(self, backend: Backend, *, pooled: bool) -> list[GroupLookup]:
-        """The batch as each dim group's kernels want it; made once, used by forward and backward."""
-        made = self._lookups.get(pooled)
-        if made is None:
-            made = [
-                self.group_lookup(backend, g, self.plan.slots, pooled=pooled) for g in range(len(self._layout.groups))
-            ]
-            self._lookups[pooled] = made
-        return made
-
-    def group_lookup(self, backend: Backend, group: int, slots: np.ndarray, *, pooled: bool) -> GroupLookup:
-        """The look-up of one dim group with `slots` in place of the plan's."""
-        plan, spec = self.plan, self._layout.groups[group]
-        return backend.lookup(
-            slots=slots,
-            inverse=plan.inverse,
-            occurrence_order=plan.occurrence_order,
-            segment_offsets=plan.segment_offsets,
-            admitted=plan.admitted if self._layout.filtered[group] else None,
-            unique_start=int(plan.unique_offsets[spec.first_table]),
-            unique_stop=int(plan.unique_offsets[spec.last_table]),
-            **(self._layout.bags if pooled else self._layout.positions)(group, self.flat),
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.plan, name)
-
-    def __repr__(self) -> str:
-        plan = self.plan
-        return (
-            f"SwapInfo(step={plan.step}, state={plan.state!r}, uniques={len(plan.unique_keys)}, hits={plan.hits}, "
-            f"swap_in={len(plan.swap_in_keys)}, swap_out={len(plan.swap_out_keys)})"
-        )
 
 
 class EmbCacheManager:

@@ -20,8 +20,9 @@ from .errors import ConfigError, PlanError
 from .features import JaggedTensor, KeyedTensor, as_jagged_features
 from .fused import FusedUpdate
 from .layout import FlatBatch
-from .manager import DEFAULT_OPTIMIZER, EmbCacheManager, SwapInfo
+from .manager import DEFAULT_OPTIMIZER, EmbCacheManager
 from .optim import EmbOptimizer
+from .swapinfo import SwapInfo
 from .view import TableView
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]

@@ -22,7 +22,7 @@ LAYERS = [
     ["budget", "table"],
     ["features", "hostmemory", "lookup"],
     ["devices", "layout"],
-    ["buffer", "optim"],
+    ["buffer", "door", "optim", "swapinfo"],
     ["view"],
     ["manager"],
     ["fused"],

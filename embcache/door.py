@@ -1,0 +1,50 @@
+"""Door: the one way into a manager, for every thread and every method."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+
+from ._core.swap import Plan, SwapManager
+from .errors import ClosedError, ForkError
+
+__all__ = ["Door"]
+
+
+class Door:
+    """What every entry into a manager passes: the pid check, the lock, the closed check, and late ends of plans.
+
+    Plans whose graph was garbage-collected end here. A collector may run anywhere, inside a locked region too, so it only
+    appends to a deque; the next entry does the work.
+    """
+
+    __slots__ = ("closed", "late", "lock", "pid", "planner")
+
+    def __init__(self, planner: SwapManager) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.planner = planner
+        self.late: deque[Plan] = deque()
+        self.closed = False
+
+    def check_process(self) -> None:
+        """Raise `ForkError` in a child; before the lock, which a thread of the parent may have held at the fork."""
+        if os.getpid() != self.pid:
+            raise ForkError(
+                f"this manager belongs to process {self.pid}, not to its child {os.getpid()}; make the model in the process that trains it"
+            )
+
+    def __enter__(self) -> None:
+        self.check_process()
+        self.lock.acquire()
+        if self.closed:
+            self.lock.release()
+            raise ClosedError("this manager was closed; make a new one")
+        while self.late:
+            plan = self.late.popleft()
+            if plan.state == "swapped_in":
+                self.planner.finish(plan)
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()

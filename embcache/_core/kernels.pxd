@@ -32,7 +32,6 @@ cdef extern from "ec_kernels.h" nogil:
         int64_t count
         int64_t dim
         int64_t task_count
-        int streams
 
     ctypedef struct ec_bags:
         const float *weights

@@ -19,7 +19,7 @@ Thread safety: a call may run beside others that write other rows; the caller or
 """
 
 from libc.math cimport sqrt
-from libc.stdint cimport int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free, malloc
 
 from embcache._core.threads cimport ec_task_fn, parallel_for, resolve_threads
@@ -45,8 +45,6 @@ __all__ = [
 
 # Least work, in floats, that is worth waking the pool for (tens of microseconds).
 cdef int64_t PARALLEL_FLOATS = 1 << 18
-# A gathered block of this size does not stay in the caches, so it is written past them.
-cdef int64_t STREAM_BYTES = 16 << 20
 # More tasks than threads even out tasks of unequal length.
 cdef int TASKS_A_THREAD = 8
 # Which clone of the kernels runs.
@@ -297,7 +295,6 @@ cdef int _gather(const float[:, ::1] source, const int64_t[::1] slots, const int
     move.count = count
     move.dim = source.shape[1]
     move.task_count = _task_count(threads, count)
-    move.streams = (count * move.dim * 4 >= STREAM_BYTES and move.dim % 4 == 0 and <uintptr_t>move.out % 16 == 0)
     with nogil:
         _run(ec_gather_pick(USE_AVX2), &move, move.task_count, threads)
     return 0
@@ -342,7 +339,6 @@ cdef int _change_rows(ec_task_fn run, object weights, object slots, object rows,
     move.count = places.shape[0]
     move.dim = target.shape[1]
     move.task_count = _task_count(threads, move.count)
-    move.streams = 0
     with nogil:
         _run(run, &move, move.task_count, threads)
     return 0

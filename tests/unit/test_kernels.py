@@ -321,14 +321,6 @@ def test_gather_scatter_and_add_rows(count: int, dim: int, seed: int) -> None:
     np.testing.assert_array_equal(weights, want)
 
 
-def test_gather_of_a_block_larger_than_the_caches_is_streamed_right() -> None:
-    weights = np.arange(4000 * 12, dtype=np.float32).reshape(4000, 12)
-    slots = np.random.default_rng(0).integers(0, 4000, 400_000)
-    out = np.empty((len(slots), 12), np.float32)
-    kernels.gather(weights, slots, out)
-    np.testing.assert_array_equal(out, weights[slots])
-
-
 # --------------------------------------------------------------------------------------------- the same bits (I9)
 
 

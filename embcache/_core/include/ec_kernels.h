@@ -91,7 +91,6 @@ typedef struct {
     int64_t count;
     int64_t dim;
     int64_t task_count;
-    int streams;             /* gather: `out` is too big to stay in cache and aligned for streaming stores */
 } ec_move;
 
 EC_ROW_FN float *ec_move_row(const ec_move *move, int64_t item) {
@@ -105,10 +104,8 @@ EC_ROW_FN void ec_gather_body(const ec_move *move, int64_t task, const int avx2)
     for (int64_t i = first; i < last && i < first + ahead; i++) ec_prefetch_row(ec_move_row(move, i), dim);
     for (int64_t i = first; i < last; i++) {
         if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), dim);
-        if (move->streams) ec_stream_row(move->out + i * dim, ec_move_row(move, i), dim);
-        else ec_copy_row(move->out + i * dim, ec_move_row(move, i), dim);
+        ec_copy_row(move->out + i * dim, ec_move_row(move, i), dim);
     }
-    if (move->streams) ec_stream_fence();
 }
 
 EC_ROW_FN void ec_scatter_body(const ec_move *move, int64_t task, const int avx2) {

@@ -14,7 +14,6 @@
 #include <string.h>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
 #define EC_HAS_AVX2_CLONE 1
 #define EC_TARGET_AVX2 __attribute__((target("avx2")))
 #else
@@ -55,22 +54,6 @@ EC_ROW_FN int64_t ec_prefetch_distance(int64_t dim, int64_t arrays) {
 
 EC_ROW_FN void ec_copy_row(float *restrict out, const float *restrict row, int64_t dim) {
     memcpy(out, row, (size_t)dim * 4);
-}
-
-/* Copies past the caches; `out` must be 16-byte aligned and `dim` a multiple of 4. */
-EC_ROW_FN void ec_stream_row(float *restrict out, const float *restrict row, int64_t dim) {
-#if defined(__x86_64__)
-    for (int64_t j = 0; j < dim; j += 4) _mm_stream_ps(out + j, _mm_loadu_ps(row + j));
-#else
-    memcpy(out, row, (size_t)dim * 4);
-#endif
-}
-
-/* Makes streamed rows visible to whoever synchronizes with this thread next. */
-EC_ROW_FN void ec_stream_fence(void) {
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
 }
 
 /* ------------------------------------------------------------------------------------------- sums of scattered rows */

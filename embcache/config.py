@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .errors import ConfigError
+from .errors import ConfigError, whole_number
 
 __all__ = [
     "SGD",
@@ -54,7 +54,7 @@ def _finite(
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         try:
             number = float(value.item()) if hasattr(value, "item") and not isinstance(value, bool) else math.nan
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             number = math.nan
     else:
         number = float(value)
@@ -68,13 +68,10 @@ def _finite(
 
 def _integer(owner: str, name: str, value: Any, *, low: int, high: int = INT64_MAX) -> int:
     """Return `value` as int, or raise `ConfigError`; booleans and fractions are refused."""
-    try:
-        number = value.__index__() if not isinstance(value, bool) else None
-    except (AttributeError, TypeError):
-        number = None
+    number = whole_number(value)
     if number is None or not low <= number <= high:
         raise ConfigError(f"{owner}: {name} = {value!r}; give an integer from {low} to {high}")
-    return int(number)
+    return number
 
 
 # ---------------------------------------------------------------------------------------------------- initial values
@@ -312,9 +309,9 @@ class AdmitAndEvictConfig:
             raise ConfigError(
                 f"{owner}: evict_step_interval = {interval} without an evict_threshold; set evict_threshold to 1 or more"
             )
-        if self.time_source not in ("timestamps", "step"):
+        if not isinstance(self.time_source, str) or self.time_source not in ("timestamps", "step"):
             raise ConfigError(f'{owner}: time_source = {self.time_source!r}; give "timestamps" or "step"')
-        if self.policy != "count" or self.show_click is not None:
+        if not isinstance(self.policy, str) or self.policy != "count" or self.show_click is not None:
             raise ConfigError(
                 f'{owner}: policy = {self.policy!r}, show_click = {self.show_click!r}; this version has policy "count" only'
             )
@@ -382,19 +379,23 @@ class TableConfig:
         owner = f"table {self.name!r}"
         dim = _integer(owner, "embedding_dim", self.embedding_dim, low=1, high=MAX_EMBEDDING_DIM)
         object.__setattr__(self, "embedding_dim", dim)
-        names = [self.name] if self.feature_names is None else self.feature_names
-        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names) or not list(names):
-            raise ConfigError(f"{owner}: feature_names = {names!r}; give a non-empty list of non-empty strings")
+        given: Any = [self.name] if self.feature_names is None else self.feature_names
+        try:
+            names = [] if isinstance(given, str) else list(given)
+        except TypeError:  # not iterable
+            names = []
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"{owner}: feature_names = {given!r}; give a non-empty list of non-empty strings")
         if len(set(names)) != len(names):
-            raise ConfigError(f"{owner}: feature_names = {list(names)!r} has a name twice; list each once")
-        object.__setattr__(self, "feature_names", list(names))
+            raise ConfigError(f"{owner}: feature_names = {names!r} has a name twice; list each once")
+        object.__setattr__(self, "feature_names", names)
         for option in ("num_embeddings", "hbm_rows"):
             value = getattr(self, option)
             if value is not None:
                 object.__setattr__(self, option, _integer(owner, option, value, low=1, high=2**31 - 2))
-        if self.pooling not in ("sum", "mean"):
+        if not isinstance(self.pooling, str) or self.pooling not in ("sum", "mean"):
             raise ConfigError(f'{owner}: pooling = {self.pooling!r}; give "sum" or "mean"')
-        if self.dtype != "float32":
+        if not isinstance(self.dtype, str) or self.dtype != "float32":
             raise ConfigError(f'{owner}: dtype = {self.dtype!r}; this version stores "float32" only')
         if not isinstance(self.initializer, Initializer):
             raise ConfigError(

@@ -7,6 +7,9 @@ the number seen, the limit, and what to do. An error is raised before any state 
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 __all__ = [
     "ChangedError",
     "ClosedError",
@@ -22,7 +25,21 @@ __all__ = [
     "PinnedKeyError",
     "PlanError",
     "ShapeError",
+    "whole_number",
 ]
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` as int, or None where it is none: booleans, fractions, arrays and whatever else a caller may pass.
+
+    For the checks at the doors: with it, no odd object can raise an error of its own instead of ours.
+    """
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 class EmbCacheError(Exception):

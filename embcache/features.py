@@ -22,6 +22,17 @@ from .errors import ShapeError
 __all__ = ["JaggedFeatures", "JaggedTensor", "KeyedTensor", "as_jagged_features"]
 
 
+def _names(owner: str, keys: Any) -> tuple[str, ...]:
+    """`keys` as a tuple of strings, or `ShapeError`."""
+    try:
+        names = () if isinstance(keys, str) else tuple(keys)
+    except TypeError:  # not iterable
+        names = (None,)
+    if isinstance(keys, str) or not all(isinstance(name, str) for name in names):
+        raise ShapeError(f"{owner}: keys = {keys!r}; give a list of feature names")
+    return names
+
+
 def _as_tensor(owner: str, name: str, value: Any) -> torch.Tensor:
     """Return `value` (tensor, array or sequence) as a one-dimensional tensor, or raise `ShapeError`."""
     if not isinstance(value, torch.Tensor):
@@ -121,9 +132,7 @@ class JaggedFeatures:
         labels: Any = None,
     ) -> None:
         owner = "JaggedFeatures"
-        if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
-            raise ShapeError(f"{owner}: keys = {keys!r}; give a list of feature names")
-        self._keys = tuple(keys)
+        self._keys = _names(owner, keys)
         if len(set(self._keys)) != len(self._keys):
             raise ShapeError(f"{owner}: keys = {list(keys)!r} has a name twice; list each feature once")
         self._values = _as_int64(owner, "values", values)

@@ -95,8 +95,13 @@ class TableLayout:
     """
 
     def __init__(self, tables: Sequence[TableConfig]) -> None:
-        if isinstance(tables, TableConfig) or not tables or not all(isinstance(table, TableConfig) for table in tables):
-            raise ConfigError(f"tables = {tables!r}; give a non-empty list of TableConfig")
+        given: Any = tables
+        try:
+            tables = list(given)
+        except TypeError:  # not iterable
+            tables = []
+        if not tables or not all(isinstance(table, TableConfig) for table in tables):
+            raise ConfigError(f"tables = {given!r}; give a non-empty list of TableConfig")
         names = [table.name for table in tables]
         for name in names:
             if names.count(name) > 1:

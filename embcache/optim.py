@@ -144,7 +144,7 @@ class EmbOptimizer(torch.optim.Optimizer):
             (group,) = state_dict["param_groups"]
             kind = group["kind"]
             step = state_dict["state"][group["params"][0]]["step"]
-            values = {name: group[name] for name in self._names}
+            values = {name: group[name] for name in self._names if kind == self._spec.kind}
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is not the state of a collection's optimizer ({type(error).__name__}: {error})"

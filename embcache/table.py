@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ._core.digest import hash_strings as _hash_strings
 from ._core.table import Table
 from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros
-from .errors import ChangedError, ConfigError, ShapeError
+from .errors import ChangedError, ConfigError, ShapeError, whole_number
 
 if TYPE_CHECKING:
     from ._core.table import TableStats
@@ -93,16 +93,16 @@ def hash_strings(values: Iterable[str | bytes], salt: int = 0) -> npt.NDArray[np
     """
     if isinstance(values, (str, bytes)):
         raise ShapeError(f"hash_strings: values = {values!r} is one string; give a sequence of strings")
-    if (
-        isinstance(salt, (bool, np.bool_))
-        or not hasattr(salt, "__index__")
-        or not _INT64_MIN <= salt.__index__() < 2**64
-    ):
+    seed = whole_number(salt)
+    if seed is None or not _INT64_MIN <= seed < 2**64:
         raise ConfigError(f"hash_strings: salt = {salt!r}; give an integer from {_INT64_MIN} to {2**64 - 1}")
     if getattr(values, "ndim", 1) != 1:
         raise ShapeError(f"hash_strings: values has {values.ndim} dimensions; give one")  # type: ignore[attr-defined]
-    items = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    return _hash_strings(items, salt.__index__() % 2**64)
+    try:
+        items = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    except TypeError:
+        raise ShapeError(f"hash_strings: values = {values!r}; give a sequence of strings") from None
+    return _hash_strings(items, seed % 2**64)
 
 
 def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
@@ -217,11 +217,8 @@ class EmbTable:
             ("dim", dim, 1, MAX_EMBEDDING_DIM),
             ("state_dim", state_dim, 0, _MAX_STATE_DIM),
         ):
-            if (
-                isinstance(value, (bool, np.bool_))
-                or not hasattr(value, "__index__")
-                or not low <= value.__index__() <= high
-            ):
+            number = whole_number(value)
+            if number is None or not low <= number <= high:
                 raise ConfigError(f"{owner}: {option} = {value!r}; give an integer from {low} to {high}")
         self.name = name
         self.initializer = initializer
@@ -378,13 +375,10 @@ class EmbTable:
         ChangedError
             If the table changed since the iteration began.
         """
-        if (
-            isinstance(batch_rows, (bool, np.bool_))
-            or not hasattr(batch_rows, "__index__")
-            or batch_rows.__index__() < 1
-        ):
+        most = whole_number(batch_rows)
+        if most is None or most < 1:
             raise ConfigError(f"{self._owner}: batch_rows = {batch_rows!r}; give an integer >= 1")
-        return self._batches(batch_rows.__index__(), self._core.version)
+        return self._batches(most, self._core.version)
 
     def _batches(self, batch_rows: int, version: int) -> Iterator[Any]:
         cursor = 0
@@ -413,9 +407,9 @@ class EmbTable:
         return len(self._core)
 
     def __contains__(self, key: object) -> bool:
-        if isinstance(key, (bool, np.bool_)) or not hasattr(key, "__index__"):
+        value = whole_number(key)
+        if value is None:
             return False
-        value = key.__index__()
         return _INT64_MIN <= value <= _INT64_MAX and int(self._core.find(np.array([value], dtype=np.int64))[0]) >= 0
 
     def stats(self) -> TableStats:

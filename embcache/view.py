@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT
-from .errors import ChangedError, ConfigError, ShapeError
+from .errors import ChangedError, ConfigError, ShapeError, whole_number
 from .table import as_keys
 
 if TYPE_CHECKING:
@@ -143,13 +143,10 @@ class TableView:
         ChangedError
             Something was planned, trained or changed meanwhile.
         """
-        if (
-            isinstance(batch_rows, (bool, np.bool_))
-            or not hasattr(batch_rows, "__index__")
-            or batch_rows.__index__() < 1
-        ):
+        most = whole_number(batch_rows)
+        if most is None or most < 1:
             raise ConfigError(f"{self._owner}: batch_rows = {batch_rows!r}; give an integer >= 1")
-        return self._batches(batch_rows.__index__())
+        return self._batches(most)
 
     def _batches(self, batch_rows: int) -> Iterator[Any]:
         manager = self._manager
@@ -202,13 +199,10 @@ class TableView:
             return len(self._host) - len(born) + len(gone)
 
     def __contains__(self, key: object) -> bool:
-        if (
-            isinstance(key, (bool, np.bool_))
-            or not hasattr(key, "__index__")
-            or not -(2**63) <= key.__index__() < 2**63
-        ):
+        value = whole_number(key)
+        if value is None or not -(2**63) <= value < 2**63:
             return False
-        return bool(self.find(np.array([key.__index__()], dtype=np.int64))[0] >= 0)
+        return bool(self.find(np.array([value], dtype=np.int64))[0] >= 0)
 
     def stats(self) -> dict[str, Any]:
         """The entry of this table in ``manager.stats()["tables"]``."""

@@ -28,6 +28,7 @@ from embcache.errors import (
     PinnedKeyError,
     PlanError,
     ShapeError,
+    whole_number,
 )
 
 from cython cimport final
@@ -376,7 +377,8 @@ cdef class SwapManager:
 
     cdef int check_capacity(self, object table, object capacity) except -1:
         """Raise ConfigError unless `capacity` is a legal number of slots for `table`."""
-        if isinstance(capacity, bool) or not hasattr(capacity, "__index__") or not 1 <= capacity.__index__() <= MAX_CAPACITY:
+        slots = whole_number(capacity)
+        if slots is None or not 1 <= slots <= MAX_CAPACITY:
             raise ConfigError(f"table {table.name!r}: capacity = {capacity!r}; give an integer from 1 to {MAX_CAPACITY}")
 
     # ------------------------------------------------------------------------------------------------- doors and locks
@@ -419,9 +421,10 @@ cdef class SwapManager:
             raise ClosedError(f"table {self.tables[locked].name!r} is closed")
 
     cdef int table_number(self, object table) except -1:
-        if isinstance(table, bool) or not hasattr(table, "__index__") or not 0 <= table.__index__() < self.work.tables:
+        number = whole_number(table)
+        if number is None or not 0 <= number < self.work.tables:
             raise ConfigError(f"table = {table!r}; give a table's number, 0 to {self.work.tables - 1}")
-        return table.__index__()
+        return number
 
     cdef int check_settled(self, str doing) except -1:
         """Raise PlanError while a plan is unfinished."""
@@ -1315,9 +1318,10 @@ def simulate(keys, capacity, policy="lru", lookahead=None):
     cdef int64_t n = view.shape[0], slots, hits
     cdef uint64_t seed = secrets.randbits(64)
     _policy(policy, lookahead)
-    if isinstance(capacity, bool) or not hasattr(capacity, "__index__") or capacity.__index__() < 1:
+    most = whole_number(capacity)
+    if most is None or most < 1:
         raise ConfigError(f"capacity = {capacity!r}; give an integer of 1 or more")
-    slots = min(capacity.__index__(), max(n, 1), MAX_CAPACITY)
+    slots = min(most, max(n, 1), MAX_CAPACITY)
     if n == 0:
         return 0
     with nogil:

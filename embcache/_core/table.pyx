@@ -13,7 +13,7 @@ import secrets
 
 import numpy as np
 
-from embcache.errors import ClosedError, ConfigError, ForkError, HostMemoryError, ShapeError
+from embcache.errors import ClosedError, ConfigError, ForkError, HostMemoryError, ShapeError, whole_number
 
 from cython cimport final
 from libc.math cimport isfinite
@@ -482,9 +482,10 @@ cdef inline float *_floats(float[:, ::1] values) noexcept:
 
 
 cdef int _integer(object owner, str name, object value, int64_t low, int64_t high, int64_t *out) except -1:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value.__index__() <= high:
+    number = whole_number(value)
+    if number is None or not low <= number <= high:
         raise ConfigError(f"{owner}: {name} = {value!r}; give an integer from {low} to {high}")
-    out[0] = value.__index__()
+    out[0] = number
     return 0
 
 

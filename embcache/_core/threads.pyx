@@ -7,7 +7,7 @@ a worker costs tens of microseconds. The pool is joined at interpreter exit and 
 import atexit
 import os
 
-from embcache.errors import ConfigError
+from embcache.errors import ConfigError, whole_number
 
 from libc.stdint cimport int64_t
 
@@ -29,9 +29,7 @@ cdef void parallel_for(ec_task_fn run, void *context, int64_t tasks, int num_thr
 cdef int resolve_threads(object num_threads) except -1:
     if num_threads is None:
         return min(len(os.sched_getaffinity(0)), DEFAULT_MOST_THREADS)
-    count = None
-    if not isinstance(num_threads, bool) and hasattr(num_threads, "__index__"):
-        count = num_threads.__index__()
+    count = whole_number(num_threads)
     if count is None or not 1 <= count <= MOST_THREADS:
         raise ConfigError(f"num_threads = {num_threads!r}; give an integer from 1 to {MOST_THREADS}, or None for the CPUs available")
     return count

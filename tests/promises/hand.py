@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from promises.reference import ReferenceTable
-
 import embcache as ec
+from promises.reference import ReferenceTable
 
 
 class HandTrainer:

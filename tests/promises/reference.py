@@ -39,9 +39,7 @@ class ReferenceTable:
 
     def __post_init__(self) -> None:
         config = self.config
-        self._initial = ec.EmbTable(
-            config.name, config.embedding_dim, initializer=config.initializer, seed=config.seed
-        )
+        self._initial = ec.EmbTable(config.name, config.embedding_dim, initializer=config.initializer, seed=config.seed)
 
     def initial(self, key: int) -> np.ndarray:
         """The weights of a new row."""

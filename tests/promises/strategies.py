@@ -201,9 +201,7 @@ def worlds(
     for step in range(count):
         size = int(rng.choice([0, 1, 2, 3, 4, 6]))
         names_now = rng.permutation(names).tolist() if step % 3 == 2 else names
-        batches.append(
-            make_batch(rng, names_now, pool, size, now=10 * step if stamped else None, weighted=weighted)
-        )
+        batches.append(make_batch(rng, names_now, pool, size, now=10 * step if stamped else None, weighted=weighted))
     return World(chosen, draw(optimizers), draw(st.booleans()), accumulate, joint, batches)
 
 

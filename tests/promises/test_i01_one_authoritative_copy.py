@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import embcache as ec
 from promises.hand import HandTrainer
 from promises.reference import Reference
 from promises.strategies import examples, features_of, make_batch, one_feature, pools, table_lists, with_rows
 from promises.training import check, model_state, rows_of, whole_state
-
-import embcache as ec
 
 
 def dyadic(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -69,7 +69,9 @@ def test_i1_training_and_view_changes_equal_a_reference_trainer(spec: ec.Optimiz
             some = np.array(rng.choice(np.array(pool + outside), size=rng.integers(0, 6)), dtype=np.int64)
             action = rng.choice(["train", "train", "train", "assign", "erase", "insert", "lookup", "read", "flush"])
             if action == "train":
-                batch = make_batch(rng, names, pool, int(rng.integers(0, 3)), lengths=(0, 1, 2), weighted=True, skew=1.0)
+                batch = make_batch(
+                    rng, names, pool, int(rng.integers(0, 3)), lengths=(0, 1, 2), weighted=True, skew=1.0
+                )
                 train_both(ebc, reference, batch, rng)
             elif action == "assign":
                 weights = dyadic(rng, (len(some), view.dim))
@@ -96,9 +98,7 @@ def test_i1_training_and_view_changes_equal_a_reference_trainer(spec: ec.Optimiz
                 for i, key in enumerate(some.tolist()):
                     assert (view.find([key])[0] >= 0) == (key in view) == (key in table.rows)
                     np.testing.assert_allclose(weights[i], table.read(key), rtol=2e-5, atol=2e-6)
-                    np.testing.assert_allclose(
-                        state[i], table.state.get(key, table.new_state()), rtol=2e-5, atol=2e-6
-                    )
+                    np.testing.assert_allclose(state[i], table.state.get(key, table.new_state()), rtol=2e-5, atol=2e-6)
             else:
                 ebc.manager.flush()
             assert len(view) == len(table.rows)
@@ -174,7 +174,9 @@ def test_i1_a_row_in_transit_reads_as_of_the_last_finished_batch(stage: str) -> 
         m.swap_in(info)
     assert model_state(m) == before
     view = m.table("f")
-    assert [key in view for key in (5, 8, 9, 10, *info.swap_out_keys.tolist())] == [True, True, False, False] + [True] * 3
+    assert [key in view for key in (5, 8, 9, 10, *info.swap_out_keys.tolist())] == [True, True, False, False] + [
+        True
+    ] * 3
     everything = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     np.testing.assert_array_equal(view.lookup(everything, insert=False), hand.expected("f", everything))
     weights, _ = view.lookup_rows(everything)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import embcache as ec
 from promises.hand import HandTrainer
 from promises.strategies import examples, features_of, make_batch, one_feature, pools, table_lists, with_rows
 from promises.training import check
-
-import embcache as ec
 
 
 def pins_of(infos: list) -> dict[str, set[int]]:
@@ -26,7 +26,13 @@ def pins_of(infos: list) -> dict[str, set[int]]:
 
 def taken_by(info) -> dict[str, tuple[set[int], set[int]]]:
     """Table -> slots of the plan's victims, slots of its swap-ins."""
-    edges = zip(info.swap_out_offsets[:-1], info.swap_out_offsets[1:], info.swap_in_offsets[:-1], info.swap_in_offsets[1:], strict=True)
+    edges = zip(
+        info.swap_out_offsets[:-1],
+        info.swap_out_offsets[1:],
+        info.swap_in_offsets[:-1],
+        info.swap_in_offsets[1:],
+        strict=True,
+    )
     return {
         name: (set(info.swap_out_slots[a:b].tolist()), set(info.swap_in_slots[c:d].tolist()))
         for name, (a, b, c, d) in zip(info.tables, edges, strict=True)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import embcache as ec
 from promises.strategies import (
     World,
     examples,
@@ -21,8 +23,6 @@ from promises.strategies import (
     worlds,
 )
 from promises.training import check, make_collection, model_state, plan_arrays, train_window, whole_state
-
-import embcache as ec
 
 EVICTING = ec.AdmitAndEvictConfig(
     admit_threshold=2, evict_threshold=20, evict_step_interval=2, not_admitted_default_value=0.25

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from promises.strategies import make_batch
-from promises.training import check, model_state, plan_arrays, train_window
 
 import embcache as ec
 from embcache._core.swap import SwapManager
 from embcache._core.table import Table
+from promises.strategies import make_batch
+from promises.training import check, model_state, plan_arrays, train_window
 
 THREADS = (1, 2, 3, 7)
 
@@ -31,7 +31,9 @@ def big_plans(num_threads: int) -> list[dict]:
     rng = np.random.default_rng(7)
     plans = []
     for step in range(8):
-        parts = [(60_000 * rng.random(size) ** 2).astype(np.int64) * 0x9E3779B97F4A7C1 for size in (20_000, 12_000, 9_000)]
+        parts = [
+            (60_000 * rng.random(size) ** 2).astype(np.int64) * 0x9E3779B97F4A7C1 for size in (20_000, 12_000, 9_000)
+        ]
         keys = np.concatenate(parts)
         offsets = np.cumsum([0, *map(len, parts)])
         stamps = 10 * step + rng.integers(-20, 1, len(keys))

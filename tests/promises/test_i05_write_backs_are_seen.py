@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import embcache as ec
 from promises.hand import HandTrainer
 from promises.strategies import examples, features_of, make_batch, one_feature, pools, table_lists, with_rows
 from promises.training import check, rows_of
-
-import embcache as ec
 
 
 def test_i5_a_key_swapped_out_by_one_batch_and_wanted_by_the_next() -> None:

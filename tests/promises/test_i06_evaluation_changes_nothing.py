@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import embcache as ec
 from promises.hand import HandTrainer
 from promises.strategies import World, examples, make_batch, one_feature, worlds
 from promises.training import check, evaluate, make_collection, outputs_of, train_window, whole_state
-
-import embcache as ec
 
 READING: dict[str, type[AbstractContextManager]] = {
     "eval": nullcontext,
@@ -64,7 +64,9 @@ def test_i6_a_run_with_evaluations_equals_a_run_without(how: str) -> None:
 def test_i6_evaluation_reads_what_training_would_have_read(pooled: bool) -> None:
     """Residents, rows in host memory and unknown keys; the same bits as a training forward that comes next."""
     kind = ec.EmbeddingBagCollection if pooled else ec.EmbeddingCollection
-    collection = kind([ec.TableConfig("f", 6, hbm_rows=5, initializer=ec.Normal(0.0, 1.0))], optimizer=ec.Adagrad(lr=0.5))
+    collection = kind(
+        [ec.TableConfig("f", 6, hbm_rows=5, initializer=ec.Normal(0.0, 1.0))], optimizer=ec.Adagrad(lr=0.5)
+    )
     for values in ([1, 2, 3, 4, 5], [6, 7, 8], [1, 9]):
         train_window(collection, [one_feature(values)])
     for values in ([6, 1, 9], [2, 3, 4], [100, 101], [2, 100, 8, 6, 1]):
@@ -105,7 +107,9 @@ def test_i6_a_key_that_is_not_admitted_reads_the_default() -> None:
 @pytest.mark.parametrize("stage", ["planned", "swapped_out", "swapped_in"])
 def test_i6_evaluation_between_plan_and_finish_sees_the_last_finished_batch(stage: str) -> None:
     rule = ec.AdmitAndEvictConfig(evict_threshold=3, evict_step_interval=1, time_source="step")
-    ebc = ec.EmbeddingBagCollection([ec.TableConfig("f", 3, hbm_rows=3, admit_and_evict=rule)], optimizer=ec.SGD(lr=1.0))
+    ebc = ec.EmbeddingBagCollection(
+        [ec.TableConfig("f", 3, hbm_rows=3, admit_and_evict=rule)], optimizer=ec.SGD(lr=1.0)
+    )
     m = ebc.manager
     for values in ([1, 2], [2, 3], [3, 4], [4, 5]):
         ebc(one_feature(values)).values().sum().backward()
@@ -137,7 +141,9 @@ def test_i6_evaluation_needs_no_slots_and_no_timestamps() -> None:
     out = ebc(one_feature(range(1000)))
     assert out.values().shape == (1000, 3)
     stats = ebc.manager.stats()
-    assert stats["rows"] == stats["resident"] == stats["pinned"] == stats["hits"] == stats["misses"] == stats["step"] == 0
+    assert (
+        stats["rows"] == stats["resident"] == stats["pinned"] == stats["hits"] == stats["misses"] == stats["step"] == 0
+    )
 
 
 def test_i6_per_sample_weights_get_their_gradient_in_evaluation_too() -> None:

@@ -7,15 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from promises.strategies import HOSTILE_KEYS, examples, int64, one_feature, pools
-from promises.training import check, evaluate, model_state, rows_of
 
 import embcache as ec
+from promises.strategies import HOSTILE_KEYS, examples, int64, one_feature, pools
+from promises.training import check, evaluate, model_state, rows_of
 
 BLOCK = 2**16
 PATTERNS = {
     "sequential": np.arange(BLOCK),
-    **{f"stride 2**{bits}": (np.arange(BLOCK, dtype=np.uint64) << np.uint64(bits)).view(np.int64) for bits in (8, 16, 32, 47)},
+    **{
+        f"stride 2**{bits}": (np.arange(BLOCK, dtype=np.uint64) << np.uint64(bits)).view(np.int64)
+        for bits in (8, 16, 32, 47)
+    },
     "high bits": (np.arange(256, dtype=np.uint64) << np.uint64(56)).view(np.int64),
     "negative": -np.arange(BLOCK) - 1,
     "down from the top": 2**63 - 1 - np.arange(BLOCK),
@@ -43,7 +46,9 @@ def test_i7_patterns_through_a_table(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_i7_patterns_through_training(pattern: str) -> None:
     keys = np.unique(PATTERNS[pattern])[:512]
-    ebc = ec.EmbeddingBagCollection([ec.TableConfig("f", 1, hbm_rows=100, initializer=ec.Zeros())], optimizer=ec.SGD(lr=1.0))
+    ebc = ec.EmbeddingBagCollection(
+        [ec.TableConfig("f", 1, hbm_rows=100, initializer=ec.Zeros())], optimizer=ec.SGD(lr=1.0)
+    )
     marks = torch.arange(1, len(keys) + 1, dtype=torch.float32)
     for start in range(0, len(keys), 100):
         out = ebc(one_feature(keys[start : start + 100].tolist())).values()
@@ -54,7 +59,9 @@ def test_i7_patterns_through_training(pattern: str) -> None:
 
 
 @examples(60)
-@given(pool=st.lists(st.sampled_from(HOSTILE_KEYS) | int64, min_size=1, max_size=30, unique=True), spare=st.integers(0, 3))
+@given(
+    pool=st.lists(st.sampled_from(HOSTILE_KEYS) | int64, min_size=1, max_size=30, unique=True), spare=st.integers(0, 3)
+)
 def test_i7_any_keys_train_separately(pool: list[int], spare: int) -> None:
     """Each key gets its own gradient, through both collections and a buffer that holds one batch."""
     for kind in (ec.EmbeddingBagCollection, ec.EmbeddingCollection):

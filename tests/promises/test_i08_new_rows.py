@@ -10,15 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from promises.strategies import HOSTILE_KEYS, examples, initializers, int64, one_feature
 
 import embcache as ec
+from promises.strategies import HOSTILE_KEYS, examples, initializers, int64, one_feature
 
 some_keys = st.lists(st.sampled_from(HOSTILE_KEYS) | int64, min_size=1, max_size=60, unique=True)
 RANDOM = [ec.Uniform(-1.0, 1.0), ec.Normal(0.0, 1.0), ec.TruncatedNormal(0.0, 1.0)]
 
 
-def fresh(keys: list[int], initializer: object, *, name: str = "t", seed: int = 0, dim: int = 5, threads: int = 1) -> np.ndarray:
+def fresh(
+    keys: list[int], initializer: object, *, name: str = "t", seed: int = 0, dim: int = 5, threads: int = 1
+) -> np.ndarray:
     with ec.EmbTable(name, dim, initializer=initializer, seed=seed, num_threads=threads) as table:
         return table.lookup(keys)
 
@@ -119,7 +121,10 @@ def test_i8_the_same_in_another_process() -> None:
         "t = ec.EmbTable('t', 5, initializer=ec.Normal(0.0, 1.0), seed=9)\n"
         "print(hashlib.sha256(t.lookup([5, -7, 2**62, -2**63]).tobytes()).hexdigest())"
     )
-    runs = {subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout for _ in range(2)}
+    runs = {
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        for _ in range(2)
+    }
     table = ec.EmbTable("t", 5, initializer=ec.Normal(0.0, 1.0), seed=9)
     import hashlib
 

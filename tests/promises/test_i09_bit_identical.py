@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import embcache as ec
 from promises.strategies import (
     World,
     examples,
@@ -27,8 +29,6 @@ from promises.strategies import (
     worlds,
 )
 from promises.training import check, evaluate, make_collection, model_state, train, train_window
-
-import embcache as ec
 
 COUNTED = ("hits", "swap_out_rows", "evicted", "rejected", "forgotten")
 
@@ -68,12 +68,29 @@ def test_i9_bit_identical_at_any_hbm_size() -> None:
         assert stats["pinned"] == 0
         check(collection.manager)
         seen.update({name: stats[name] for name in COUNTED})
-        seen.update({f"accumulate {world.accumulate}": 1, f"joint {world.joint}": 1, world.optimizer.kind: 1, f"pooled {world.pooled}": 1})
+        seen.update(
+            {
+                f"accumulate {world.accumulate}": 1,
+                f"joint {world.joint}": 1,
+                world.optimizer.kind: 1,
+                f"pooled {world.pooled}": 1,
+            }
+        )
         resident.close()
         collection.close()
 
     run()
-    needed = [*COUNTED, "accumulate 2", "joint 2", "sgd", "adagrad", "rowwise_adagrad", "adam", "pooled True", "pooled False"]
+    needed = [
+        *COUNTED,
+        "accumulate 2",
+        "joint 2",
+        "sgd",
+        "adagrad",
+        "rowwise_adagrad",
+        "adam",
+        "pooled True",
+        "pooled False",
+    ]
     assert all(seen[name] > 0 for name in needed), seen
 
 
@@ -163,7 +180,15 @@ def test_i9_bit_identical_with_big_batches() -> None:
     tables = [ec.TableConfig("a", 8, ["a", "b"], admit_and_evict=rule), ec.TableConfig("c", 4, pooling="mean")]
     rng = np.random.default_rng(8)
     batches = [
-        make_batch(rng, ["a", "b", "c"], range(step * 9_000, step * 9_000 + 600_000), 13_000, lengths=(0, 1, 2), now=10 * step, skew=3.0)
+        make_batch(
+            rng,
+            ["a", "b", "c"],
+            range(step * 9_000, step * 9_000 + 600_000),
+            13_000,
+            lengths=(0, 1, 2),
+            now=10 * step,
+            skew=3.0,
+        )
         for step in range(8)
     ]
     world = World(tables, ec.Adam(lr=0.01), True, 1, 1, batches)
@@ -197,7 +222,10 @@ def test_i9_order_of_tables_and_features_does_not_matter() -> None:
                 if turn:
                     batch = reordered(batch, names[::-1])
                 out = ebc(batch)
-                loss = sum((out[name] * torch.linspace(-1, 1, out[name].numel()).view_as(out[name])).sum() for name in sorted(out.keys()))
+                loss = sum(
+                    (out[name] * torch.linspace(-1, 1, out[name].numel()).view_as(out[name])).sum()
+                    for name in sorted(out.keys())
+                )
                 loss.backward()
             states.append(model_state(ebc.manager))
             ebc.close()
@@ -216,7 +244,9 @@ def reordered(batch: ec.JaggedFeatures, names: list[str]) -> ec.JaggedFeatures:
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else torch.cat([tensor[piece] for piece in pieces])
 
-    return ec.JaggedFeatures(names, cut(batch.values()), lengths, cut(batch.weights_or_none()), cut(batch.timestamps_or_none()))
+    return ec.JaggedFeatures(
+        names, cut(batch.values()), lengths, cut(batch.weights_or_none()), cut(batch.timestamps_or_none())
+    )
 
 
 def test_i9_the_torch_backend_keeps_the_promise_too() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from promises.strategies import one_feature
-from promises.training import check, model_state, whole_state
 
 import embcache as ec
+from promises.strategies import one_feature
+from promises.training import check, model_state, whole_state
 
 NAN, INF = float("nan"), float("inf")
 Case = tuple[Callable[..., Any], type[Exception], tuple[str, ...]]
@@ -66,15 +66,29 @@ CONFIGURATION: list[Case] = [
     (lambda: ec.Adam(betas=(0.9, 1.0)), ec.ConfigError, ("betas", "1.0", "< 1")),
     (lambda: ec.Adam(betas=(0.9,)), ec.ConfigError, ("betas", "two")),
     (lambda: ec.AdmitAndEvictConfig(admit_threshold=-2), ec.ConfigError, ("admit_threshold", "-2")),
-    (lambda: ec.AdmitAndEvictConfig(evict_threshold=5), ec.ConfigError, ("evict_threshold", "5", "evict_step_interval")),
-    (lambda: ec.AdmitAndEvictConfig(evict_step_interval=5), ec.ConfigError, ("evict_step_interval", "5", "evict_threshold")),
+    (
+        lambda: ec.AdmitAndEvictConfig(evict_threshold=5),
+        ec.ConfigError,
+        ("evict_threshold", "5", "evict_step_interval"),
+    ),
+    (
+        lambda: ec.AdmitAndEvictConfig(evict_step_interval=5),
+        ec.ConfigError,
+        ("evict_step_interval", "5", "evict_threshold"),
+    ),
     (lambda: ec.AdmitAndEvictConfig(time_source="clock"), ec.ConfigError, ("time_source", "clock")),
-    (lambda: ec.AdmitAndEvictConfig(not_admitted_default_value=NAN), ec.ConfigError, ("not_admitted_default_value", "nan")),
+    (
+        lambda: ec.AdmitAndEvictConfig(not_admitted_default_value=NAN),
+        ec.ConfigError,
+        ("not_admitted_default_value", "nan"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "words"), CONFIGURATION, ids=names)
-def test_i11_a_bad_configuration_is_named(call: Callable[[], Any], error: type[Exception], words: tuple[str, ...]) -> None:
+def test_i11_a_bad_configuration_is_named(
+    call: Callable[[], Any], error: type[Exception], words: tuple[str, ...]
+) -> None:
     raises(call, error, words)
 
 
@@ -89,7 +103,11 @@ MAKING: list[Case] = [
     (lambda kind: kind([T("t", 4)], hbm_bytes=-5), ec.ConfigError, ("hbm_bytes", "-5")),
     (lambda kind: kind([T("t", 4)], hbm_bytes=1e9), ec.ConfigError, ("hbm_bytes", "1000000000.0")),
     (lambda kind: kind([T("t", 4)], hbm_bytes=63), ec.ConfigError, ("hbm_bytes", "63", "64", "'t'", "raise hbm_bytes")),
-    (lambda kind: kind([T("t", 4, hbm_rows=100)], hbm_bytes=3000), ec.ConfigError, ("3000", "3232", "'t'", "lower hbm_rows")),
+    (
+        lambda kind: kind([T("t", 4, hbm_rows=100)], hbm_bytes=3000),
+        ec.ConfigError,
+        ("3000", "3232", "'t'", "lower hbm_rows"),
+    ),
     (lambda kind: kind([T("t", 4)], policy="belady"), ec.ConfigError, ("policy", "belady", "lru")),
     (lambda kind: kind([T("t", 4)], num_threads=0), ec.ConfigError, ("num_threads", "0")),
     (lambda kind: kind([T("t", 4)], num_threads=-1), ec.ConfigError, ("num_threads", "-1")),
@@ -100,7 +118,9 @@ MAKING: list[Case] = [
 
 @pytest.mark.parametrize("kind", [ec.EmbCacheManager, ec.EmbeddingBagCollection, ec.EmbeddingCollection])
 @pytest.mark.parametrize(("call", "error", "words"), MAKING, ids=names)
-def test_i11_a_collection_that_cannot_be_made(kind: Any, call: Any, error: type[Exception], words: tuple[str, ...]) -> None:
+def test_i11_a_collection_that_cannot_be_made(
+    kind: Any, call: Any, error: type[Exception], words: tuple[str, ...]
+) -> None:
     if words == ("cuda",) and torch.cuda.device_count() > 7:
         kind([T("t", 4)], device="cuda:7").close()
         return
@@ -109,7 +129,11 @@ def test_i11_a_collection_that_cannot_be_made(kind: Any, call: Any, error: type[
 
 @pytest.mark.parametrize("accumulate", [0, -1, 1.5, True, "2"])
 def test_i11_accumulate_is_a_positive_integer(accumulate: Any) -> None:
-    raises(lambda: ec.EmbeddingBagCollection([T("t", 4)], accumulate=accumulate), ec.ConfigError, ("accumulate", repr(accumulate)))
+    raises(
+        lambda: ec.EmbeddingBagCollection([T("t", 4)], accumulate=accumulate),
+        ec.ConfigError,
+        ("accumulate", repr(accumulate)),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -163,14 +187,22 @@ BATCHES: list[Case] = [
     (lambda: None, ec.ShapeError, ("NoneType",)),
     (lambda: torch.arange(3), ec.ShapeError, ("Tensor",)),
     (lambda: ec.JaggedFeatures(["f"], longs(1), longs(1)), ec.ShapeError, ("'g'", "'u'", "['f']")),
-    (lambda: ec.JaggedFeatures([], longs(), longs()), ec.ShapeError, ("'f'",)),
+    (lambda: ec.JaggedFeatures([], longs(), longs()), ec.ShapeError, ("no feature 'g'", "'u'", "[]")),
     (lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2), longs(1, 2)), ec.ShapeError, ("lengths", "3", "2")),
     (lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2), longs(1)), ec.ShapeError, ("1 lengths", "2 features")),
     (lambda: ec.JaggedFeatures(["f", "g"], torch.ones(2), longs(1, 1)), ec.ShapeError, ("values", "float32", "int64")),
     (lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2)[None], longs(1, 1)), ec.ShapeError, ("values", "(1, 2)")),
     (lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2), longs(-1, 3)), ec.ShapeError, ("lengths[0]", "-1")),
-    (lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2), longs(1, 1), torch.ones(3)), ec.ShapeError, ("3 weights", "2 values")),
-    (lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2), longs(1, 1), timestamps=longs(1)), ec.ShapeError, ("1 timestamps",)),
+    (
+        lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2), longs(1, 1), torch.ones(3)),
+        ec.ShapeError,
+        ("3 weights", "2 values"),
+    ),
+    (
+        lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2), longs(1, 1), timestamps=longs(1)),
+        ec.ShapeError,
+        ("1 timestamps",),
+    ),
     (lambda: Impostor(longs(1, 2), longs(1, 2)), ec.ShapeError, ("lengths", "3", "2")),
     (lambda: Impostor(longs(1, 2), longs(2**62, 2**62)), ec.ShapeError, ("lengths",)),
     (lambda: Impostor(torch.ones(2), longs(1, 1)), ec.ShapeError, ("values", "float32")),
@@ -179,7 +211,9 @@ BATCHES: list[Case] = [
     (negative, ec.ShapeError, ("lengths[0]", "-1")),
     (lambda: ec.JaggedFeatures(["f", "g"], longs(1, 2), longs(1, 1)), ec.ConfigError, ("timestamps", "'u'")),
     (
-        lambda: ec.JaggedFeatures(["f", "g"], longs(*range(12)), longs(9, 3), timestamps=torch.zeros(12, dtype=torch.int64)),
+        lambda: ec.JaggedFeatures(
+            ["f", "g"], longs(*range(12)), longs(9, 3), timestamps=torch.zeros(12, dtype=torch.int64)
+        ),
         ec.HbmCapacityError,
         ("'t'", "9", "8", "hbm_rows"),
     ),
@@ -212,7 +246,14 @@ def test_i11_a_bad_learning_rate_in_param_groups_changes_nothing() -> None:
     ebc = ec.EmbeddingBagCollection([T("f", 2, hbm_rows=4)], optimizer=ec.Adam(lr=0.1))
     ebc(one_feature([1, 2])).values().sum().backward()
     before, group = model_state(ebc.manager), ebc.optimizer.param_groups[0]
-    for name, value in (("lr", NAN), ("lr", -1.0), ("lr", "fast"), ("betas", (0.9, 2.0)), ("eps", -1.0), ("weight_decay", INF)):
+    for name, value in (
+        ("lr", NAN),
+        ("lr", -1.0),
+        ("lr", "fast"),
+        ("betas", (0.9, 2.0)),
+        ("eps", -1.0),
+        ("weight_decay", INF),
+    ):
         good, group[name] = group[name], value
         loss = ebc(one_feature([1, 2])).values().sum()
         raises(loss.backward, ec.ConfigError, (name.split("[")[0], "param_groups"))
@@ -259,7 +300,7 @@ DOORS: list[Case] = [
     (lambda t: t.lookup([1, 2], np.ones((2, 3))), ec.ShapeError, ("out", "float32")),
     (lambda t: t.lookup([1, 2], np.ones((2, 6), np.float32)[:, ::2]), ec.ShapeError, ("out",)),
     (lambda t: t.lookup([1, 2], frozen_rows()), ec.ShapeError, ("out",)),
-    (lambda t: next(t.items(batch_rows=0)), ec.ShapeError, ("batch_rows", "0")),
+    (lambda t: next(t.items(batch_rows=0)), ec.ConfigError, ("batch_rows", "0")),
 ]
 
 
@@ -271,16 +312,18 @@ def frozen_rows() -> np.ndarray:
 
 @pytest.mark.parametrize("door", ["EmbTable", "view"])
 @pytest.mark.parametrize(("call", "error", "words"), DOORS, ids=names)
-def test_i11_bad_arguments_of_a_table_change_nothing(door: str, call: Any, error: type[Exception], words: tuple[str, ...]) -> None:
+def test_i11_bad_arguments_of_a_table_change_nothing(
+    door: str, call: Any, error: type[Exception], words: tuple[str, ...]
+) -> None:
     if door == "EmbTable":
         table: Any = ec.EmbTable("t", 3, state_dim=3)
     else:
         manager = ec.EmbCacheManager([T("t", 3)], optimizer=ec.Adagrad())
         table = manager.table("t")
     table.insert([1, 7])
-    before = [[array.tolist() for array in part] for part in table.items()]
+    before = [np.hstack(part[1:3]).tolist() for part in table.items()]
     raises(lambda: call(table), error, ("'t'", *words))
-    assert [[array.tolist() for array in part] for part in table.items()] == before
+    assert [np.hstack(part[1:3]).tolist() for part in table.items()] == before and len(table) == 2
     table.check()
 
 
@@ -383,7 +426,7 @@ def test_i11_host_memory_that_runs_out_is_an_exception_and_the_table_is_whole() 
         table = ec.EmbTable("t", 64, num_threads=1)
         table.insert(np.arange(1000))
         now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + 200 * 2**20, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (now + 120 * 2**20, resource.RLIM_INFINITY))
         start, failures = 1000, 0
         while failures < 3:
             try:
@@ -394,7 +437,7 @@ def test_i11_host_memory_that_runs_out_is_an_exception_and_the_table_is_whole() 
                 failures += 1
                 assert len(table) == start
                 table.check()
-        rows = table.lookup(np.arange(start), insert=False) if start < 100_000 else table.lookup(np.arange(1000))
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert (table.find(np.arange(start)) >= 0).all() and (table.find(np.arange(start, start + 20_000)) == -1).all()
         assert table.erase(np.arange(0, start, 2)) > 0
         table.insert(np.arange(10**9, 10**9 + 5_000))  # freed rows serve again
@@ -477,6 +520,8 @@ def test_i11_hostile_input_does_not_kill_the_process() -> None:
                 lambda: ebc.manager.swap_in(junk()), lambda: ebc.manager.cancel(junk()), lambda: ec.EmbTable(junk(), junk()),
                 lambda: ec.EmbTable("x", 4, seed=junk()), lambda: ec.EmbTable("x", 4, num_threads=junk()),
                 lambda: ec.TableConfig("x", junk()), lambda: ec.TableConfig(junk(), 4), lambda: ec.TableConfig("x", 4, junk()),
+                lambda: ec.TableConfig("x", 4, pooling=junk()), lambda: ec.TableConfig("x", 4, dtype=junk()),
+                lambda: ec.TableConfig("x", 4, hbm_rows=junk(), num_embeddings=junk()),
                 lambda: ec.EmbCacheManager(junk()), lambda: ec.EmbCacheManager(tables, hbm_bytes=junk()),
                 lambda: ec.EmbCacheManager(tables, num_threads=junk()), lambda: ec.EmbCacheManager(tables, device=junk()),
                 lambda: ec.hash_strings(junk()), lambda: ec.hash_strings(["a"], junk()),

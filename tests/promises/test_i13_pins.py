@@ -8,10 +8,10 @@ import gc
 import numpy as np
 import pytest
 import torch
-from promises.strategies import SOAK, make_batch, one_feature
-from promises.training import check, model_state
 
 import embcache as ec
+from promises.strategies import SOAK, make_batch, one_feature
+from promises.training import check, model_state
 
 
 def collection(**options: object) -> ec.EmbeddingBagCollection:
@@ -190,7 +190,10 @@ def test_i13_two_forwards_of_which_one_is_dropped() -> None:
 
 def test_i13_only_part_of_the_output_is_used() -> None:
     """A forward whose output gets no gradient at all ends at the step; one with a partial gradient at backward."""
-    tables = [ec.TableConfig("a", 2, hbm_rows=4, initializer=ec.Zeros()), ec.TableConfig("b", 3, hbm_rows=4, initializer=ec.Zeros())]
+    tables = [
+        ec.TableConfig("a", 2, hbm_rows=4, initializer=ec.Zeros()),
+        ec.TableConfig("b", 3, hbm_rows=4, initializer=ec.Zeros()),
+    ]
     batch = ec.JaggedFeatures(["a", "b"], torch.tensor([1, 2, 3, 4]), torch.tensor([1, 1, 1, 1]))
     for kind in (ec.EmbeddingBagCollection, ec.EmbeddingCollection):
         made = kind(tables, optimizer=ec.SGD(lr=1.0))
@@ -257,7 +260,11 @@ def test_i13_a_thousand_steps_of_anything_end_without_pins(accumulate: int) -> N
     kept: list[torch.Tensor] = []
     happened: dict[str, int] = {}
     for _ in range(1000 * SOAK):
-        action = str(rng.choice(["train", "train", "drop", "keep", "late", "together", "step", "fail", "twice", "eval", "too big"]))
+        action = str(
+            rng.choice(
+                ["train", "train", "drop", "keep", "late", "together", "step", "fail", "twice", "eval", "too big"]
+            )
+        )
         batch = make_batch(rng, ["f", "g"], range(300), 3, lengths=(0, 1, 2), skew=1.0)
         happened[action] = happened.get(action, 0) + 1
         try:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from promises.strategies import World, with_rows
 
 import embcache as ec
+from promises.strategies import World, with_rows
 
 Collection = Any  # EmbeddingBagCollection or EmbeddingCollection
 
@@ -24,7 +24,9 @@ def make_collection(world: World, rows: dict[str, int] | int | None, num_threads
 
 def outputs_of(out: Any) -> list[torch.Tensor]:
     """The output tensors of either collection."""
-    return [out.values()] if hasattr(out, "values") and not isinstance(out, dict) else [o.values() for o in out.values()]
+    return (
+        [out.values()] if hasattr(out, "values") and not isinstance(out, dict) else [o.values() for o in out.values()]
+    )
 
 
 def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -50,9 +52,7 @@ def train_window(collection: Collection, window: Sequence[ec.JaggedFeatures], jo
     return seen
 
 
-def train(
-    collection: Collection, world: World, between: Callable[[int], object] = lambda window: None
-) -> list[bytes]:
+def train(collection: Collection, world: World, between: Callable[[int], object] = lambda window: None) -> list[bytes]:
     """Train on the whole run, calling `between` before each window."""
     seen = []
     for number, window in enumerate(world.windows()):

@@ -53,7 +53,8 @@ def _finite(
         allowed += f" and < {below:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         try:
-            number = float(value.item()) if hasattr(value, "item") and not isinstance(value, bool) else math.nan
+            item = value.item() if hasattr(value, "item") else None
+            number = float(item) if isinstance(item, (int, float)) and not isinstance(item, bool) else math.nan
         except (TypeError, ValueError, RuntimeError):
             number = math.nan
     else:

@@ -9,7 +9,7 @@ base=build/sanitize
 export EMBCACHE_CHECKED=1
 EMBCACHE_SANITIZE=address,undefined "$python" setup.py --quiet build --build-base "$base" --build-lib "$base/lib"
 
-mapfile -t tests < <(grep -rLE '^\s*(import|from) (torch|examples|dlrm)|embcache\.(manager|modules|buffer|optim|devices|features)' \
+mapfile -t tests < <(grep -rLE '^\s*(import|from) (torch|examples|dlrm)|embcache\.(manager|modules|buffer|optim|devices|features)|EmbCacheManager|Collection' \
     tests/unit tests/property --include='test_*.py' | sort)
 echo "sanitize: ${#tests[@]} test files"
 

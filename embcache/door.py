@@ -17,9 +17,14 @@ class Door:
 
     Plans whose graph was garbage-collected end here. A collector may run anywhere, inside a locked region too, so it only
     appends to a deque; the next entry does the work.
+
+    Attributes
+    ----------
+    changes : int
+        Goes up with whatever changes what a reader sees; iterators compare it. Here, since entering may end plans.
     """
 
-    __slots__ = ("closed", "late", "lock", "pid", "planner")
+    __slots__ = ("changes", "closed", "late", "lock", "pid", "planner")
 
     def __init__(self, planner: SwapManager) -> None:
         self.pid = os.getpid()
@@ -27,6 +32,7 @@ class Door:
         self.planner = planner
         self.late: deque[Plan] = deque()
         self.closed = False
+        self.changes = 0
 
     def check_process(self) -> None:
         """Raise `ForkError` in a child; before the lock, which a thread of the parent may have held at the fork."""
@@ -38,13 +44,18 @@ class Door:
     def __enter__(self) -> None:
         self.check_process()
         self.lock.acquire()
-        if self.closed:
-            self.lock.release()
-            raise ClosedError("this manager was closed; make a new one")
-        while self.late:
-            plan = self.late.popleft()
-            if plan.state == "swapped_in":
-                self.planner.finish(plan)
+        try:
+            if self.closed:
+                raise ClosedError("this manager was closed; make a new one")
+            while self.late:
+                plan = self.late[0]
+                if plan.state == "swapped_in":
+                    self.planner.finish(plan)
+                    self.changes += 1
+                self.late.popleft()
+        except BaseException:
+            self.lock.release()  # without an entry there is no exit
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self.lock.release()

@@ -113,7 +113,6 @@ class EmbCacheManager:
         self.buffer = HbmBuffer(self.layout, optimizer, self.backend, capacities)
         self.planner.set_bases(self.buffer.bases)
         self.door = Door(self.planner)
-        self.changes = 0
         self._past: list[dict[str, int]] = [dict.fromkeys(COUNTERS, 0) for _ in configs]
         self._unique_sums = np.zeros(len(configs), dtype=np.int64)
         self._worker: ThreadPoolExecutor | None = None
@@ -186,7 +185,7 @@ class EmbCacheManager:
         self.planner.set_bases(self.buffer.bases)
         self._slots = target
         self._growing = bool((self._slots < self._slot_limits).any())
-        self.changes += 1
+        self.door.changes += 1
         return not np.array_equal(target, old)
 
     def _settle_at(self, capacities: np.ndarray) -> None:
@@ -226,7 +225,7 @@ class EmbCacheManager:
         with self.door:
             plan = self._plan_with_room(flat)
             self._unique_sums += plan.unique_offsets[1:] - plan.unique_offsets[:-1]
-            self.changes += 1
+            self.door.changes += 1
             return SwapInfo(self, plan, flat)
 
     def _plan_with_room(self, flat: FlatBatch) -> Plan:
@@ -300,7 +299,7 @@ class EmbCacheManager:
         with self.door:
             self.planner.cancel(plan)
             self._unique_sums -= np.diff(plan.unique_offsets)
-            self.changes += 1
+            self.door.changes += 1
 
     def swap_out(self, info: SwapInfo) -> None:
         """Write the plan's victims back to their host rows.
@@ -315,7 +314,7 @@ class EmbCacheManager:
             self._check_turn(plan, "planned")
             self._move(self.buffer.swap_out, plan.swap_out_rows, plan.swap_out_slots, plan.swap_out_offsets)
             self.planner.mark_swapped_out(plan)
-            self.changes += 1
+            self.door.changes += 1
 
     def swap_in(self, info: SwapInfo) -> None:
         """Copy the plan's missing rows into their slots.
@@ -330,7 +329,7 @@ class EmbCacheManager:
             self._check_turn(plan, "swapped_out")
             self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
             self.planner.mark_swapped_in(plan)
-            self.changes += 1
+            self.door.changes += 1
 
     def _check_turn(self, plan: Plan, state: str) -> None:
         """Raise `PlanError`, before any row moves, unless `plan` is in `state` and every earlier plan is swapped in.
@@ -364,7 +363,7 @@ class EmbCacheManager:
         plan = self._own(info)
         with self.door:
             self.planner.finish(plan)
-            self.changes += 1
+            self.door.changes += 1
 
     def finish_late(self, info: SwapInfo) -> None:
         """`finish`, but safe from a garbage collector: takes no lock and happens at the next entry."""
@@ -499,7 +498,7 @@ class EmbCacheManager:
         self._slots = np.array(capacities)
         self._settle_at(self._slots)
         self._past = past
-        self.changes += 1
+        self.door.changes += 1
         old.close()
 
     def move(self, device: str | torch.device) -> None:
@@ -518,7 +517,7 @@ class EmbCacheManager:
                 )
             self.buffer.move(backend)
             self.backend = backend
-            self.changes += 1
+            self.door.changes += 1
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and sizes now: totals at the top level, ``"tables"`` with one dict each below.

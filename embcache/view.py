@@ -151,7 +151,7 @@ class TableView:
     def _batches(self, batch_rows: int) -> Iterator[Any]:
         manager = self._manager
         with manager.door:
-            start = manager.changes
+            start = manager.door.changes
             _, evicted = manager.planner.unsettled(self._table)
             _, _, resident_rows, *counters = manager.planner.residents(self._table)
         order = np.argsort(resident_rows)
@@ -159,7 +159,7 @@ class TableView:
         cursor, left = 0, len(evicted)
         while True:
             with manager.door:
-                if manager.changes != start:
+                if manager.door.changes != start:
                     raise ChangedError(
                         f"{self._owner}: changed during items(); iterate again when nothing trains or changes it"
                     )
@@ -240,7 +240,7 @@ class TableView:
         if len(absent):
             self._manager.planner.drop(self._table, keys[absent])
             rows[absent] = self._host.insert(keys[absent])
-            self._manager.changes += 1
+            self._manager.door.changes += 1
         return rows
 
     def assign(self, keys: Any, weights: Any, state: Any = None) -> None:
@@ -262,7 +262,7 @@ class TableView:
             if resident.any():
                 self._manager.buffer.swap_out(self._host, self._table, rows[resident], slots[resident])
             self._manager.planner.drop(self._table, array)
-            self._manager.changes += 1
+            self._manager.door.changes += 1
             self._host.assign(array, new_weights, new_state)
 
     def erase(self, keys: Any) -> int:
@@ -276,5 +276,5 @@ class TableView:
         array = as_keys(keys, self._owner)
         with self._manager.door:
             self._manager.planner.drop(self._table, array)
-            self._manager.changes += 1
+            self._manager.door.changes += 1
             return int(self._host.erase(array))

@@ -439,3 +439,38 @@ def test_late_ends_of_plans_happen_at_the_next_entry():
         manager.finish_late(info)
         gc.collect()
     assert manager.outstanding == 0
+
+
+def test_a_late_end_of_a_plan_is_a_change_that_iterators_notice():
+    manager = make()
+    through(manager, [1, 2, 3])
+    info = manager.plan(batch([4]))
+    manager.swap_out(info)
+    manager.swap_in(info)
+    iterator = manager.table("t").items(1)
+    next(iterator)
+    manager.finish_late(info)
+    with pytest.raises(ec.ChangedError):
+        list(iterator)
+
+
+def test_a_door_that_could_not_end_a_late_plan_lets_go_of_its_lock_and_tries_again(monkeypatch):
+    manager = make()
+    info = manager.plan(batch([1]))
+    manager.swap_out(info)
+    manager.swap_in(info)
+    manager.finish_late(info)
+
+    class Refusing:
+        def finish(self, plan: object) -> None:
+            raise ec.HostMemoryError("refused")
+
+    monkeypatch.setattr(manager.door, "planner", Refusing())
+    with pytest.raises(ec.HostMemoryError):
+        manager.stats()
+    monkeypatch.undo()
+    outstanding: list[int] = []
+    other = threading.Thread(target=lambda: outstanding.append(manager.outstanding), daemon=True)
+    other.start()
+    other.join(10)
+    assert outstanding == [0]

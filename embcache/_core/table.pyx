@@ -967,6 +967,27 @@ cdef class Table:
             self.leave()
         return result
 
+    def write_columns(self, const int64_t[::1] rows not None, const int64_t[::1] frequencies not None,
+                      const int64_t[::1] timestamps not None):
+        """Set frequency and timestamp of row indexes; of a repeated row the last wins. Only for a table with a filter."""
+        cdef int64_t i, n = rows.shape[0]
+        self.enter(True)
+        try:
+            if not self.t.with_filter:
+                raise ConfigError(f"table {self.name!r}: keeps no frequencies; make it with with_filter=True")
+            if frequencies.shape[0] != n or timestamps.shape[0] != n:
+                raise ShapeError(f"table {self.name!r}: {frequencies.shape[0]} frequencies and {timestamps.shape[0]} timestamps for {n} rows")
+            self.check_rows(rows, self.t.row_limit, "row index")
+            if n and int(np.min(rows)) < 0:
+                raise ShapeError(f"table {self.name!r}: row index {int(np.min(rows))} is negative")
+            with nogil:
+                for i in range(n):
+                    table_freq(self.t, rows[i])[0] = frequencies[i]
+                    table_ts(self.t, rows[i])[0] = timestamps[i]
+                self.t.version += 1
+        finally:
+            self.leave()
+
     # ----------------------------------------------------------------------------------------- the planner's undo, by hand
 
     def detach(self, const int64_t[::1] keys not None):

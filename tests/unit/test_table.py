@@ -101,6 +101,8 @@ def test_case_18_a_reused_row_carries_nothing_over() -> None:
     table = Table("t", 2, state_dim=2, initializer=("zeros", 0, 0), with_filter=True)
     rows = table.insert(np.array([10, 11]))
     table.assign(np.array([10, 11]), ramp(2, 2, 5.0), ramp(2, 2, 9.0))
+    table.write_columns(rows, np.array([3, 4]), np.array([50, 60]))
+    assert [column.tolist() for column in table.columns(rows)] == [[10, 11], [3, 4], [50, 60]]
     table.erase(np.array([10, 11]))
     again = table.insert(np.array([20, 21]))
     assert sorted(again) == sorted(rows)
@@ -514,6 +516,14 @@ def test_i11_bad_buffers_are_named() -> None:
         table.columns(np.array([-1]))
     with pytest.raises(ShapeError):
         table.scan(-1, 5)
+    with pytest.raises(ConfigError, match="with_filter"):
+        table.write_columns(rows, rows, rows)
+    counted = Table("users", 1, with_filter=True)
+    rows = counted.insert(np.arange(3))
+    for arguments in ((rows, rows[:2], rows), (rows, rows, rows[:2]), (rows - 1, rows, rows), (rows + 100, rows, rows)):
+        with pytest.raises(ShapeError, match="users"):
+            counted.write_columns(*arguments)
+    assert not counted.columns(rows)[1].any()
 
 
 # ------------------------------------------------------------------------------------------------------------- failures
@@ -557,8 +567,23 @@ for margin in range(0, 60 * 2**20, 2**20):
     after = (table.find(probe), table.stats()["rows"], table.version)
     assert np.array_equal(before[0], after[0]) and before[1:] == after[1:]
 assert failed is False
-twin.insert(np.arange(100_000, 350_000))
-assert np.array_equal(table.find(probe), twin.find(probe)), "a failed insert left a trace in the row indexes"
+table.erase(np.arange(100_000, 350_000))
+starved = Table("users", 16, state_dim=16, num_threads=threads, split_above=4_000, index_seed=1)
+starved.insert(first)
+starved.erase(first[::3].copy())
+with open("/proc/self/statm") as file:
+    held = int(file.read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (held + 16 * 2**20, resource.RLIM_INFINITY))
+try:
+    starved.insert(np.arange(100_000, 350_000))  # the index fits, the rows do not
+    raise SystemExit("the limit did not bite")
+except HostMemoryError:
+    pass
+finally:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+for batch in (np.arange(500_000, 503_000), np.arange(100_000, 350_000)):
+    assert np.array_equal(starved.insert(batch), twin.insert(batch)), "a failed insert left a trace in the row indexes"
+starved.check()
 print(json.dumps({"failures": failures}))
 """
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import ConfigError, PlanError
+from .errors import ConfigError, PlanError, whole_number
 from .manager import EmbCacheManager
 from .optim import EmbOptimizer
 from .swapinfo import SwapInfo
@@ -96,9 +96,10 @@ class FusedUpdate:
     """
 
     def __init__(self, manager: EmbCacheManager, accumulate: int, pooled: bool) -> None:
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        passes = whole_number(accumulate)
+        if passes is None or passes < 1:
             raise ConfigError(f"accumulate = {accumulate!r}; give an integer of at least 1")
-        self.manager, self.accumulate, self.pooled = manager, accumulate, pooled
+        self.manager, self.accumulate, self.pooled = manager, passes, pooled
         on_step = weakref.WeakMethod(self._on_optimizer_step)
         self.optimizer = EmbOptimizer(manager.spec, lambda: _call(on_step))
         self.grad_scale: Any = None
@@ -110,7 +111,7 @@ class FusedUpdate:
         self._window: list[list[RowGradient]] = []
         self._window_passes = 0
         self._window_spoiled = False
-        manager.reserve_forwards(accumulate + 3)
+        manager.reserve_forwards(passes + 3)
 
     # --------------------------------------------------------------------------------------------------------- forwards
 

@@ -23,7 +23,7 @@ from .buffer import HbmBuffer
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import backend_for
 from .door import Door
-from .errors import ConfigError, HbmCapacityError, HostMemoryError, PlanError
+from .errors import ConfigError, HbmCapacityError, HostMemoryError, PlanError, whole_number
 from .features import as_jagged_features
 from .layout import FlatBatch, TableLayout
 from .swapinfo import SwapInfo
@@ -94,17 +94,18 @@ class EmbCacheManager:
         self.layout = TableLayout(tables)
         if not isinstance(optimizer, OptimizerSpec):
             raise ConfigError(f"optimizer = {optimizer!r}; give an embcache optimizer such as Adagrad(lr=0.01)")
-        if hbm_bytes is not None and (isinstance(hbm_bytes, bool) or not isinstance(hbm_bytes, int) or hbm_bytes < 1):
+        budget = None if hbm_bytes is None else whole_number(hbm_bytes)
+        if hbm_bytes is not None and (budget is None or budget < 1):
             raise ConfigError(
                 f"hbm_bytes = {hbm_bytes!r}; give a number of bytes, or None for a share of the free memory"
             )
         self.spec = optimizer
         self.backend = backend_for(device, num_threads=num_threads)
         self._policy, self._num_threads = policy, num_threads
-        self._hbm_bytes, self._headroom = hbm_bytes, 4
+        self._hbm_bytes, self._headroom = budget, 4
         configs = self.layout.tables
         capacities = self._first_capacities()
-        growing = hbm_bytes is None and self.backend.direct
+        growing = budget is None and self.backend.direct
         limits = [(table.num_embeddings or MAX_SLOTS) if growing and table.hbm_rows is None else 0 for table in configs]
         self._slots, self._slot_limits = np.array(capacities), np.maximum(limits, capacities)
         self._growing = bool((self._slots < self._slot_limits).any())
@@ -271,15 +272,15 @@ class EmbCacheManager:
         with self.door:
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="embcache-plan")
+            future = self._worker.submit(self._plan, batch)
             self._queued += 1
-            return self._worker.submit(self._plan_queued, batch)
+        # A callback, since a Future that is cancelled before its turn never runs.
+        future.add_done_callback(self._unqueue)
+        return future
 
-    def _plan_queued(self, batch: Any) -> SwapInfo:
-        try:
-            return self._plan(batch)
-        finally:
-            with self.door.lock:
-                self._queued -= 1
+    def _unqueue(self, future: Future[SwapInfo]) -> None:
+        with self.door.lock:
+            self._queued -= 1
 
     def _own(self, info: SwapInfo) -> Plan:
         """The core's plan of `info`, or `PlanError` if another manager made it."""
@@ -463,9 +464,7 @@ class EmbCacheManager:
         """
         with self.door:
             if self.planner.outstanding:
-                raise PlanError(
-                    f"{len(self.planner.outstanding)} plan(s) are outstanding; rebalance between steps, after backward"
-                )
+                raise self._between_steps("rebalance")
             if self._hbm_bytes is None:
                 return
             shares = [
@@ -475,6 +474,12 @@ class EmbCacheManager:
             capacities = split_budget(self.layout.tables, self.spec, self._hbm_bytes, shares)
             if capacities != self.buffer.capacities:
                 self._rebuild(capacities)
+
+    def _between_steps(self, doing: str) -> PlanError:
+        return PlanError(
+            f"{len(self.planner.outstanding)} plan(s) are outstanding; {doing} between steps, after backward, and in the middle of an "
+            "accumulation window call finish_accumulation() first"
+        )
 
     def _rebuild(self, capacities: list[int]) -> None:
         """Write everything back and start buffer and planner anew; counters and filters carry over."""
@@ -512,9 +517,7 @@ class EmbCacheManager:
         backend = backend_for(device, num_threads=self._num_threads)
         with self.door:
             if self.planner.outstanding:
-                raise PlanError(
-                    f"{len(self.planner.outstanding)} plan(s) are outstanding; move the module between steps, after backward"
-                )
+                raise self._between_steps("move the module")
             self.buffer.move(backend)
             self.backend = backend
             self.door.changes += 1

@@ -474,3 +474,35 @@ def test_a_door_that_could_not_end_a_late_plan_lets_go_of_its_lock_and_tries_aga
     other.start()
     other.join(10)
     assert outstanding == [0]
+
+
+def test_a_cancelled_future_is_not_waited_for():
+    manager = make()
+    with manager.door:  # the worker waits for the lock, so later plans wait for the worker
+        first = manager.plan_async(batch([1]))
+        second = manager.plan_async(batch([2]))
+        while not first.running():
+            pass
+        assert second.cancel()
+    assert first.result().step == 1
+    manager._worker.shutdown(wait=True)  # the callback of the first has run then
+    assert manager._queued == 0
+    assert manager.plan(batch([3])).step == 2
+
+
+def test_budgets_are_whole_numbers_of_any_kind():
+    assert make(hbm_bytes=np.int64(1000), hbm_rows=None).stats()["hbm_bytes"] <= 1000
+    ebc = ec.EmbeddingBagCollection([ec.TableConfig("t", 2)], optimizer=ec.SGD(lr=1.0), accumulate=np.int64(2))
+    for steps in (0, 1):
+        ebc(batch([1])).values().sum().backward()
+        assert ebc.optimizer.step_count == steps
+
+
+def test_inside_an_accumulation_window_the_way_out_is_named():
+    ebc = ec.EmbeddingBagCollection([ec.TableConfig("t", 2)], optimizer=ec.SGD(lr=1.0), hbm_bytes=1000, accumulate=2)
+    ebc(batch([1])).values().sum().backward()
+    for use in (ebc.manager.rebalance, lambda: ebc.manager.move("cpu")):
+        with pytest.raises(ec.PlanError, match=r"finish_accumulation\(\)"):
+            use()
+    ebc.finish_accumulation()
+    ebc.manager.rebalance()

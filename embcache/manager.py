@@ -116,6 +116,7 @@ class EmbCacheManager:
         self.door = Door(self.planner)
         self._past: list[dict[str, int]] = [dict.fromkeys(COUNTERS, 0) for _ in configs]
         self._unique_sums = np.zeros(len(configs), dtype=np.int64)
+        self._abandoned: list[SwapInfo] = []
         self._worker: ThreadPoolExecutor | None = None
         self._queued = 0
 
@@ -224,6 +225,7 @@ class EmbCacheManager:
     def _plan(self, batch: Any) -> SwapInfo:
         flat = self.layout.flatten(as_jagged_features(batch))
         with self.door:
+            self._complete_abandoned()
             plan = self._plan_with_room(flat)
             self._unique_sums += plan.unique_offsets[1:] - plan.unique_offsets[:-1]
             self.door.changes += 1
@@ -312,10 +314,8 @@ class EmbCacheManager:
         """
         plan = self._own(info)
         with self.door:
-            self._check_turn(plan, "planned")
-            self._move(self.buffer.swap_out, plan.swap_out_rows, plan.swap_out_slots, plan.swap_out_offsets)
-            self.planner.mark_swapped_out(plan)
-            self.door.changes += 1
+            self._complete_abandoned()
+            self._swap_out(plan)
 
     def swap_in(self, info: SwapInfo) -> None:
         """Copy the plan's missing rows into their slots.
@@ -327,10 +327,19 @@ class EmbCacheManager:
         """
         plan = self._own(info)
         with self.door:
-            self._check_turn(plan, "swapped_out")
-            self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
-            self.planner.mark_swapped_in(plan)
-            self.door.changes += 1
+            self._swap_in(plan)
+
+    def _swap_out(self, plan: Plan) -> None:
+        self._check_turn(plan, "planned")
+        self._move(self.buffer.swap_out, plan.swap_out_rows, plan.swap_out_slots, plan.swap_out_offsets)
+        self.planner.mark_swapped_out(plan)
+        self.door.changes += 1
+
+    def _swap_in(self, plan: Plan) -> None:
+        self._check_turn(plan, "swapped_out")
+        self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
+        self.planner.mark_swapped_in(plan)
+        self.door.changes += 1
 
     def _check_turn(self, plan: Plan, state: str) -> None:
         """Raise `PlanError`, before any row moves, unless `plan` is in `state` and every earlier plan is swapped in.
@@ -365,6 +374,36 @@ class EmbCacheManager:
         with self.door:
             self.planner.finish(plan)
             self.door.changes += 1
+
+    def abandon(self, info: SwapInfo) -> None:
+        """Give up a batch wherever its plan stands, so that it pins nothing and holds up nobody.
+
+        A plan that can be neither cancelled nor finished (a row could not be moved, for want of memory) is completed
+        before the next plan, flush or move of rows: only then the slots hold what the planner says.
+        """
+        plan = self._own(info)
+        with self.door:
+            if plan.state == "swapped_in":
+                self.finish(info)
+            elif plan.state == "planned" and self.planner.outstanding[-1] is plan:
+                self.cancel(info)
+            elif plan.state in ("planned", "swapped_out") and info not in self._abandoned:
+                self._abandoned.append(info)
+                self._abandoned.sort(key=lambda other: other.plan.step)
+
+    def _complete_abandoned(self) -> None:
+        """Move the rows of abandoned plans, as far as their turn has come, and finish them."""
+        while self._abandoned:
+            plan = self._abandoned[0].plan
+            if any(other.step < plan.step and other.state != "swapped_in" for other in self.planner.outstanding):
+                return
+            if plan.state == "planned":
+                self._swap_out(plan)
+            if plan.state == "swapped_out":
+                self._swap_in(plan)
+            self.planner.finish(plan)
+            self.door.changes += 1
+            del self._abandoned[0]
 
     def finish_late(self, info: SwapInfo) -> None:
         """`finish`, but safe from a garbage collector: takes no lock and happens at the next entry."""
@@ -445,6 +484,7 @@ class EmbCacheManager:
     def flush_table(self, table: int) -> None:
         """`flush` of one table, by its place in the layout."""
         with self.door:
+            self._complete_abandoned()
             if any(plan.state != "swapped_in" for plan in self.planner.outstanding):
                 raise PlanError("a planned batch has not been swapped in; swap it in or cancel it before flush")
             _, slots, rows, _, _ = self.planner.residents(table)
@@ -463,6 +503,7 @@ class EmbCacheManager:
             A plan is outstanding.
         """
         with self.door:
+            self._complete_abandoned()
             if self.planner.outstanding:
                 raise self._between_steps("rebalance")
             if self._hbm_bytes is None:
@@ -516,6 +557,7 @@ class EmbCacheManager:
         """
         backend = backend_for(device, num_threads=self._num_threads)
         with self.door:
+            self._complete_abandoned()
             if self.planner.outstanding:
                 raise self._between_steps("move the module")
             self.buffer.move(backend)

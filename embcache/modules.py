@@ -28,6 +28,13 @@ from .view import TableView
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 
 
+class NamedOutputs(dict[str, JaggedTensor]):
+    """An ordinary dict whose `KeyError` says which names there are."""
+
+    def __missing__(self, name: object) -> JaggedTensor:
+        raise KeyError(f"EmbeddingCollection: no feature {name!r}; there are {list(self)!r}")
+
+
 class PooledLookup(torch.autograd.Function):
     """Bags of a planned batch -> (B, W). Backward hands the gradient to the fused update; only weights get one."""
 
@@ -203,15 +210,14 @@ class CachedCollection(nn.Module):
         self._manager.close()
 
     def _plan(self, features: Any) -> SwapInfo:
-        """Plan a batch and move its rows; a plan that cannot move its rows out is cancelled."""
+        """Plan a batch and move its rows; a plan that cannot move its rows is abandoned."""
         self._update.drop_stale()
         info = self._manager.plan(features)
         try:
             self._manager.swap_out(info)
             self._manager.swap_in(info)
         except BaseException:
-            if info.plan.state == "planned":
-                self._manager.cancel(info)
+            self._manager.abandon(info)
             raise
         return info
 
@@ -302,10 +308,14 @@ class EmbeddingBagCollection(CachedCollection):
 
     def _train(self, features: Any) -> torch.Tensor:
         info = self._plan(features)
-        weights = info.flat.weights
-        if weights is not None:
-            weights = weights.to(self.device)
-        values: torch.Tensor = PooledLookup.apply(self._update.anchor, weights, self._update, info)
+        try:
+            weights = info.flat.weights
+            if weights is not None:
+                weights = weights.to(self.device)
+            values: torch.Tensor = PooledLookup.apply(self._update.anchor, weights, self._update, info)
+        except BaseException:  # before the graph took charge of the pins, or after: abandon() minds what was done
+            self._manager.abandon(info)
+            raise
         return values
 
     def _read(self, features: Any) -> torch.Tensor:
@@ -350,7 +360,12 @@ class EmbeddingCollection(CachedCollection):
         """Return name -> `JaggedTensor`: `features` is a `JaggedFeatures` or a torchrec KeyedJaggedTensor."""
         if self._training_now():
             info = self._plan(features)
-            return self._named(SequenceLookup.apply(self._update.anchor, self._update, info), info.flat)
+            try:
+                outputs = SequenceLookup.apply(self._update.anchor, self._update, info)
+            except BaseException:
+                self._manager.abandon(info)
+                raise
+            return self._named(outputs, info.flat)
         flat = self._manager.layout.flatten(as_jagged_features(features))
         return self._named(tuple(self._manager.read_rows(flat)), flat)
 
@@ -362,7 +377,7 @@ class EmbeddingCollection(CachedCollection):
         for group, output in zip(layout.groups, outputs, strict=True):
             columns += torch.split(output, counts[group.first_column : group.last_column])
         lengths = flat.column_lengths()
-        return {
-            name: JaggedTensor(columns[column], lengths[column])
+        return NamedOutputs(
+            (name, JaggedTensor(columns[column], lengths[column]))
             for name, column in zip(layout.output_names, layout.output_columns, strict=True)
-        }
+        )

@@ -643,3 +643,67 @@ def test_i11_what_is_no_batch_is_refused():
             ebc.eval()(wrong)
         ebc.train()
     assert ebc.manager.stats() == before
+
+
+# ------------------------------------------------------------------------------------------- failures between the steps
+
+
+@pytest.mark.parametrize("step", ["swap_out", "swap_in"])
+@pytest.mark.parametrize("failures", [1, 3])
+def test_i13_a_forward_whose_rows_could_not_be_moved_holds_up_nobody(monkeypatch, step, failures):
+    ebc = bag(hbm_rows=2)
+    ebc(features([1, 2])).values().sum().backward()
+    good, left = getattr(ebc.manager.buffer, step), [failures]
+
+    def failing(*arguments: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise ec.HostMemoryError("refused")
+        good(*arguments)
+
+    monkeypatch.setattr(ebc.manager.buffer, step, failing)
+    for _ in range(failures):
+        with pytest.raises(ec.HostMemoryError):
+            ebc(features([3, 4]))
+        assert [row(ebc, key) for key in (1, 2, 3, 4)] == [[-1, -1], [-1, -1], [0, 0], [0, 0]]
+    ebc(features([4, 5])).values().sum().backward()
+    assert [row(ebc, key) for key in (1, 2, 3, 4, 5)] == [[-1, -1], [-1, -1], [0, 0], [-1, -1], [-1, -1]]
+    assert pinned(ebc) == 0 and ebc.manager.outstanding == 0
+    ebc.manager.flush()
+    ebc.tables()["t"].check()
+
+
+def test_flush_and_rebalance_complete_what_a_failed_forward_left(monkeypatch):
+    for use in (ec.EmbCacheManager.flush, ec.EmbCacheManager.rebalance, lambda manager: manager.move("cpu")):
+        ebc = bag(hbm_bytes=1000)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                ebc.manager.buffer, "swap_in", lambda *_: (_ for _ in ()).throw(ec.HostMemoryError("refused"))
+            )
+            with pytest.raises(ec.HostMemoryError):
+                ebc(features([3, 4]))
+        use(ebc.manager)
+        assert pinned(ebc) == 0 and ebc.manager.outstanding == 0
+
+
+def test_i13_a_failure_between_plan_and_graph_leaves_no_pins(monkeypatch):
+    for kind in (ec.EmbeddingBagCollection, ec.EmbeddingCollection):
+        collection = kind([ec.TableConfig("t", 2, hbm_rows=2)], optimizer=ec.SGD(lr=1.0))
+        for start in range(0, 8, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(collection._update, "begin", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+                with pytest.raises(RuntimeError, match="lost"):
+                    collection(features([start, start + 1]))
+            assert pinned(collection) == 0 and collection.manager.outstanding == 0
+    ebc = bag(hbm_rows=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+        with pytest.raises(RuntimeError, match="lost"):
+            ebc(features([1, 2], weights=torch.ones(2)))
+    assert pinned(ebc) == 0 and ebc.manager.outstanding == 0
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_that_are():
+    for kind in (ec.EmbeddingBagCollection, ec.EmbeddingCollection):
+        with pytest.raises(KeyError, match=r"no (key|feature) 'nope'; there are \['t'\]"):
+            kind([ec.TableConfig("t", 2)])(features([1]))["nope"]

@@ -5,7 +5,8 @@ are adjacent in it, so a dim group is one (rows, dim) view that one kernel call 
 its base (counted in rows of its group) and end with a constant slot, which holds what a key reads while it is not
 admitted.
 
-The buffer knows slots, never keys. It must not be resized or moved while a plan is outstanding: plans hold slots.
+The buffer knows slots, never keys. Resizing moves the tables' bases: who holds slots, as outstanding plans do, must shift
+them. It must not be moved while a plan is outstanding.
 """
 
 from __future__ import annotations
@@ -149,6 +150,13 @@ class HbmBuffer:
             for t, g in enumerate(self.group_of):
                 count, start, target = min(old_capacities[t], capacities[t]), int(old_bases[t]), int(self.bases[t])
                 after[g][target : target + count] = before[g][start : start + count]
+
+    def narrow(self, capacities: Sequence[int]) -> None:
+        """Use only so many slots of each table, at most the present number. Bases stay; no memory is asked for or freed."""
+        for t, capacity in enumerate(capacities):
+            if capacity < self.capacities[t]:
+                self.capacities[t] = capacity
+                self.weights[self.group_of[t]][self.constant_slot(t)] = self.constants[t]
 
     def move(self, backend: Backend) -> None:
         """Move the buffer to another device; slots stay as they are."""

@@ -111,7 +111,7 @@ class FusedUpdate:
         self._window: list[list[RowGradient]] = []
         self._window_passes = 0
         self._window_spoiled = False
-        manager.reserve_forwards(passes + 3)
+        manager.reserve_forwards(passes + 3, weakref.WeakMethod(self._on_shift))
 
     # --------------------------------------------------------------------------------------------------------- forwards
 
@@ -254,7 +254,7 @@ class FusedUpdate:
         else:
             rows = backend.segment_grad_sequence(gradient, lookup)
         part = slice(int(plan.unique_offsets[spec.first_table]), int(plan.unique_offsets[spec.last_table]))
-        slots = plan.slots[part]
+        slots = forward.info.slots[part]
         if layout.filtered[group]:
             kept = np.flatnonzero(plan.admitted[part])
             if len(kept) < len(slots):
@@ -303,6 +303,16 @@ class FusedUpdate:
                     backend.update(rule, buffer.weights[g], buffer.states[g], part.slots, part.rows)
             self.optimizer.count_update()
         self._window, self._window_passes, self._window_spoiled = [], 0, False
+
+    def _on_shift(self, shifts: np.ndarray) -> None:
+        """The buffer has grown: the window's slots move with their tables' bases, which are the new ones already."""
+        manager = self.manager
+        for group, parts in zip(manager.layout.groups, self._window, strict=False):  # between windows there are none
+            tables = slice(group.first_table, group.last_table)
+            moved = shifts[tables]
+            old_bases = manager.buffer.bases[tables] - moved
+            for part in parts:
+                part.slots = part.slots + moved[np.searchsorted(old_bases, part.slots, side="right") - 1]
 
     def finish_accumulation(self) -> None:
         """Apply an incomplete window now."""

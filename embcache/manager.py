@@ -8,6 +8,7 @@ It knows nothing of autograd; `embcache.modules` stands on it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -51,7 +52,8 @@ class EmbCacheManager:
     device : str or torch.device
     hbm_bytes : int, optional
         Device bytes for rows, state included. Default: 60 % of the free device memory; on CPU the buffer starts small
-        and grows while no plan is outstanding, up to 60 % of the free memory.
+        and grows while no plan is outstanding, up to 60 % of the free memory. (The collections' own forwards between
+        plan and update do not count: their slots may move.)
     policy : str
         How a victim is chosen: ``"lru"``.
     num_threads : int, optional
@@ -117,6 +119,8 @@ class EmbCacheManager:
         self._past: list[dict[str, int]] = [dict.fromkeys(COUNTERS, 0) for _ in configs]
         self._unique_sums = np.zeros(len(configs), dtype=np.int64)
         self._abandoned: list[SwapInfo] = []
+        self._movable: weakref.WeakValueDictionary[int, SwapInfo] = weakref.WeakValueDictionary()  # by step
+        self._on_shift: weakref.WeakMethod[Any] | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._queued = 0
 
@@ -160,7 +164,7 @@ class EmbCacheManager:
 
     def _grow(self, wanted: np.ndarray) -> bool:
         """Raise capacities towards `wanted` as far as limits and free memory allow; returns whether any grew."""
-        old = self._slots
+        old, old_bases = self._slots, self.buffer.bases
         target = np.where(wanted > old, np.minimum(np.maximum(wanted, 2 * old), self._slot_limits), old)
         sizes = np.array([row_bytes(table, self.spec) for table in self.layout.tables])
         extra = int((target - old) @ sizes)
@@ -181,22 +185,49 @@ class EmbCacheManager:
             for t, capacity in enumerate(target.tolist()):
                 self.planner.grow(t, capacity)
         except HostMemoryError:
-            target = np.array([self.planner.capacity(t) for t in range(len(old))])
-            self._settle_at(target)
-            self.buffer.resize(target.tolist())
-        self.planner.set_bases(self.buffer.bases)
-        self._slots = target
-        self._growing = bool((self._slots < self._slot_limits).any())
-        self.door.changes += 1
-        return not np.array_equal(target, old)
+            self._settle_at(np.array([self.planner.capacity(t) for t in range(len(old))]))
+        finally:
+            # Whatever stopped it: buffer and planner agree, with the slots that the planner has got.
+            reached = [self.planner.capacity(t) for t in range(len(old))]
+            self.buffer.narrow(reached)
+            self.planner.set_bases(self.buffer.bases)
+            self._slots = np.array(reached)
+            self._growing = bool((self._slots < self._slot_limits).any())
+            self._shift_slots(self.buffer.bases - old_bases)
+            self.door.changes += 1
+        return not np.array_equal(self._slots, old)
+
+    def _shift_slots(self, shifts: np.ndarray) -> None:
+        """The tables' bases have moved by `shifts`: tell those who hold slots of outstanding plans."""
+        constants = np.array([self.buffer.constant_slot(t) for t in range(len(shifts))])
+        for info in self._movable.values():
+            info.shift_slots(shifts, constants)
+        on_shift = None if self._on_shift is None else self._on_shift()
+        if on_shift is not None:
+            on_shift(shifts)
+
+    def let_slots_move(self, info: SwapInfo) -> None:
+        """Say that whoever uses `info`, whose rows are in, asks it for its slots anew each time under the lock.
+
+        A growing buffer can then grow though the plan is outstanding: tables' bases move, and `info` with them.
+        """
+        if self._growing:
+            self._movable[self._own(info).step] = info
+
+    def _can_grow(self) -> bool:
+        """Whether no outstanding plan holds the buffer where it is."""
+        return all(plan.state == "swapped_in" and plan.step in self._movable for plan in self.planner.outstanding)
 
     def _settle_at(self, capacities: np.ndarray) -> None:
         """Grow no further than this."""
         self._slot_limits, self._growing = capacities, False
 
-    def reserve_forwards(self, count: int) -> None:
-        """Let a growing buffer keep room for `count` batches at once (a collection's forwards before its update)."""
-        self._headroom = max(self._headroom, count)
+    def reserve_forwards(self, count: int, on_shift: weakref.WeakMethod[Any]) -> None:
+        """Let a growing buffer keep room for `count` batches at once (a collection's forwards before its update).
+
+        `on_shift` is called with the tables' shifts, int64 (tables,), when their slots move in the buffer.
+        """
+        self._headroom, self._on_shift = max(self._headroom, count), on_shift
 
     # --------------------------------------------------------------------------------------------------------- planning
 
@@ -240,10 +271,13 @@ class EmbCacheManager:
         try:
             plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
         except HbmCapacityError as error:
-            if not alone:
-                if not error.never_fits or not growable[self.layout.index_of[error.table]]:
+            if not self._can_grow():
+                if not growable[self.layout.index_of[error.table]]:
                     raise
-                message = f"{error} (the buffer can grow, but only while no plan is outstanding: run backward on the earlier forwards first)"
+                message = (
+                    f"{error} (the buffer can grow, but only while no plan is outstanding: finish the earlier plans first, which backward "
+                    "does, and finish_accumulation() in the middle of a window; or fix the table's slots with hbm_rows)"
+                )
                 raise HbmCapacityError(
                     message, table=error.table, need=error.need, have=error.have, never_fits=False
                 ) from None

@@ -132,7 +132,7 @@ def _kept_rows(manager: EmbCacheManager, info: SwapInfo, group: int) -> tuple[to
     """A copy of the rows that a dim group's part of a batch reads, and the look-up into that copy."""
     plan, spec = info.plan, manager.layout.groups[group]
     start, stop = int(plan.unique_offsets[spec.first_table]), int(plan.unique_offsets[spec.last_table])
-    rows = manager.backend.gather_rows(manager.buffer.weights[group], plan.slots[start:stop])
+    rows = manager.backend.gather_rows(manager.buffer.weights[group], info.slots[start:stop])
     places = np.arange(len(plan.slots), dtype=np.int64) - start
     return rows, info.group_lookup(manager.backend, group, places, pooled=True)
 
@@ -216,6 +216,7 @@ class CachedCollection(nn.Module):
         try:
             self._manager.swap_out(info)
             self._manager.swap_in(info)
+            self._manager.let_slots_move(info)
         except BaseException:
             self._manager.abandon(info)
             raise

@@ -35,13 +35,29 @@ class SwapInfo:
     batch_size : int
     """
 
-    __slots__ = ("_layout", "_lookups", "_owner", "flat", "plan")
+    __slots__ = ("__weakref__", "_layout", "_lookups", "_owner", "_slots", "flat", "plan")
 
     def __init__(self, owner: EmbCacheManager, plan: Plan, flat: FlatBatch) -> None:
         self._owner = weakref.ref(owner)
         self._layout = owner.layout
         self._lookups: dict[bool, list[GroupLookup]] = {}
+        self._slots: np.ndarray | None = None
         self.plan, self.flat = plan, flat
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Slot of each unique key, int64 (U,): the plan's, shifted where the buffer has grown since."""
+        slots: np.ndarray = self.plan.slots if self._slots is None else self._slots
+        return slots
+
+    def shift_slots(self, shifts: np.ndarray, constants: np.ndarray) -> None:
+        """Tables' slots have moved by `shifts`; keys that are not admitted read `constants`, the tables' constant slots."""
+        uniques = np.diff(self.plan.unique_offsets)
+        self._slots = np.where(
+            self.plan.admitted.astype(bool), self.slots + np.repeat(shifts, uniques), np.repeat(constants, uniques)
+        )
+        self._slots.flags.writeable = False
+        self._lookups.clear()
 
     @property
     def tables(self) -> list[str]:
@@ -55,9 +71,7 @@ class SwapInfo:
         """The batch as each dim group's kernels want it; made once, used by forward and backward."""
         made = self._lookups.get(pooled)
         if made is None:
-            made = [
-                self.group_lookup(backend, g, self.plan.slots, pooled=pooled) for g in range(len(self._layout.groups))
-            ]
+            made = [self.group_lookup(backend, g, self.slots, pooled=pooled) for g in range(len(self._layout.groups))]
             self._lookups[pooled] = made
         return made
 

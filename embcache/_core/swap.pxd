@@ -67,6 +67,7 @@ cdef extern from "ec_plan.h":
         int64_t *totals
 
     ctypedef struct ec_part:
+        ec_vec changes
         ec_vec births
         int64_t *totals
         int64_t unique
@@ -186,6 +187,8 @@ cdef extern from "ec_peek.h":
     int64_t ec_evicted_rows(const ec_overlay *o, const ec_side *s, int64_t *rows) noexcept nogil
     int64_t ec_first_in_use(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
     int64_t ec_side_drop(ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
+    int64_t ec_counting_keys(const ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count, int64_t *keys) noexcept nogil
+    int64_t ec_side_forget_waiting(ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
 
 cdef extern from "ec_simulate.h":
     int64_t ec_simulate(const int64_t *keys, int64_t n, int64_t capacity, uint64_t seed) noexcept nogil
@@ -230,6 +233,7 @@ cdef class SwapManager:
     cdef int lock_all(self) except -1
     cdef int check_capacity(self, object table, object capacity) except -1
     cdef int check_settled(self, str doing) except -1
+    cdef int check_still(self, str doing) except -1
     cdef int table_number(self, object table) except -1
     cdef void default_bases(self) noexcept
     cdef int reserve_plan(self) noexcept

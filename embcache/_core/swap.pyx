@@ -431,6 +431,12 @@ cdef class SwapManager:
         if self.unfinished:
             raise PlanError(f"{doing} while {len(self.unfinished)} plans are unfinished, the oldest of step {self.unfinished[0].step}; finish or cancel them first")
 
+    cdef int check_still(self, str doing) except -1:
+        """Raise PlanError while a plan has rows to move: it says where to, and slots would mean others then."""
+        for plan in self.unfinished:
+            if (<Plan>plan).plan.state != EC_SWAPPED_IN:
+                raise PlanError(f"{doing} while the plan of step {plan.step}, unfinished, is {plan.state}; swap it in or cancel it first")
+
     # ------------------------------------------------------------------------------------------------------------ plan
 
     def plan(self, keys, table_offsets, timestamps=None):
@@ -755,10 +761,13 @@ cdef class SwapManager:
     def grow(self, table, new_capacity):
         """Give a table more slots; residents keep theirs (counted from the table's base).
 
+        Unfinished plans go on, but the slots in their arrays are those of before: whoever uses them counts them from
+        the new bases, and keys that are not admitted have the new constant slot.
+
         Raises
         ------
         PlanError
-            While a plan is unfinished.
+            While an unfinished plan is not swapped in.
         ConfigError
             If `new_capacity` is not an integer from the present capacity to 2**31 - 1.
         HostMemoryError
@@ -768,7 +777,7 @@ cdef class SwapManager:
         cdef int status
         self.enter()
         try:
-            self.check_settled("grow")
+            self.check_still("grow")
             side = &self.work.sides[self.table_number(table)]
             self.check_capacity(self.tables[table], new_capacity)
             capacity = new_capacity
@@ -792,7 +801,7 @@ cdef class SwapManager:
         Raises
         ------
         PlanError
-            While a plan is unfinished.
+            While an unfinished plan is not swapped in (see `grow` about those that are).
         """
         cdef const int64_t[::1] view = _int64_array("bases", bases, self.work.tables)
         cdef int64_t t
@@ -801,7 +810,7 @@ cdef class SwapManager:
                 raise ConfigError(f"bases: {view[t]} for table {self.tables[t].name!r}; give a number >= 0")
         self.enter()
         try:
-            self.check_settled("set_bases")
+            self.check_still("set_bases")
             for t in range(self.work.tables):
                 self.work.sides[t].base = view[t]
             self.bases_given = 1
@@ -933,6 +942,47 @@ cdef class SwapManager:
                 table_unlock(self.work.sides[t].table)
             self.epoch += 1
             return dropped
+        finally:
+            self.leave()
+
+    def forget_waiting(self, table, keys):
+        """Remove the counters of keys that wait in the filter (they have no row yet): they qualify from the start again.
+
+        Returns
+        -------
+        int
+            How many of the keys were waiting; 0 for a table without a filter.
+
+        Raises
+        ------
+        PinnedKeyError
+            If an unfinished plan has counted one of the keys, or uses, moves, made or evicted it. Nothing changes then.
+        """
+        cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
+        cdef int64_t n = view.shape[0]
+        cdef int64_t[::1] counting_view
+        cdef int64_t t, k, first, room = 0, forgotten = 0
+        self.enter()
+        try:
+            t = self.table_number(table)
+            if n == 0 or self.filters[t] is None:
+                return 0
+            self.overlay(t)
+            first = ec_first_in_use(&self.overlays[t], &self.work.sides[t], &view[0], n)
+            for k in range(len(self.unfinished)):
+                room += self.plans[k].parts[t].changes.size
+            if first == n and room > 0:
+                counting = np.empty(room, np.int64)
+                counting_view = counting
+                ec_counting_keys(&self.work.sides[t], t, self.plans, len(self.unfinished), &counting_view[0])
+                counted = np.flatnonzero(np.isin(keys, counting))
+                first = counted[0] if len(counted) else n
+            if first < n:
+                raise PinnedKeyError(f"table {self.tables[t].name!r}: key {view[first]} is in use by an unfinished batch; finish or cancel it first")
+            with nogil:
+                forgotten = ec_side_forget_waiting(&self.work.sides[t], &view[0], n)
+            self.epoch += 1
+            return forgotten
         finally:
             self.leave()
 

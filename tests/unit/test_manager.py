@@ -284,6 +284,49 @@ def test_growth_that_memory_refuses_leaves_the_buffer_as_it_was(monkeypatch):
     assert manager.table("t").lookup([1, 2], insert=False).tolist() == [[1, 1], [2, 2]]
 
 
+class PlannerThatRefusesToGrow:
+    """The planner of `manager`, except that table `at` cannot grow."""
+
+    def __init__(self, planner: object, at: int) -> None:
+        self._planner, self._at = planner, at
+
+    def grow(self, table: int, capacity: int) -> None:
+        if table == self._at:
+            raise ec.HostMemoryError("refused")
+        self._planner.grow(table, capacity)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._planner, name)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_growth_that_the_planner_refuses_keeps_buffer_and_planner_agreed(at):
+    admit = ec.AdmitAndEvictConfig(admit_threshold=2, not_admitted_default_value=7.0)
+    tables = [ec.TableConfig(name, 2, admit_and_evict=admit, initializer=ec.Zeros()) for name in "abc"]
+    ebc = ec.EmbeddingBagCollection(tables, optimizer=ec.SGD(lr=1.0))
+    manager = ebc.manager
+
+    def features_of(keys: np.ndarray) -> ec.JaggedFeatures:
+        return ec.JaggedFeatures(list("abc"), np.tile(keys, 3), np.ones(3 * len(keys), dtype=np.int64))
+
+    for _ in range(2):
+        ebc(features_of(np.arange(50))).values().sum().backward()
+    manager.planner = PlannerThatRefusesToGrow(manager.planner, at)
+    with pytest.raises(ec.HbmCapacityError):
+        for _ in range(2):
+            ebc(features_of(np.arange(5000, 6000)))
+    manager.planner = manager.planner._planner
+    slots = [manager.planner.capacity(t) for t in range(3)]
+    assert slots[at] == 256 and slots == manager.buffer.capacities
+    assert manager.buffer.bases.tolist() == [manager.planner.base(t) for t in range(3)]
+    out = ebc(features_of(np.arange(40, 60))).values()
+    assert out.tolist() == [[-1.0] * 6] * 10 + [[7.0] * 6] * 10
+    out.sum().backward()
+    for view in ebc.tables().values():
+        assert view.lookup([39, 40, 60], insert=False)[:, 0].tolist() == [-1, -2, 7]
+        view.check()
+
+
 # ------------------------------------------------------------------------------------------------------ flush, rebalance
 
 

@@ -447,6 +447,32 @@ def test_grow_keeps_residents_and_gives_room():
     manager.check()
 
 
+def test_grow_under_a_plan_that_is_swapped_in_keeps_pins_and_limbo():
+    config = AdmitAndEvictConfig(evict_threshold=1, evict_step_interval=1, time_source="step")
+    manager, _ = make(3, 2, filters=[config, None])
+    run(manager, [1, 2, 3], [])
+    pinning = plan(manager, [1], [])
+    move(manager, pinning)
+    sweeping = plan(manager, [1], [])  # 2 and 3 are gone for later plans
+    with pytest.raises(PlanError, match="step 3.*planned"):
+        manager.grow(0, 6)
+    move(manager, sweeping)
+    assert len(manager.unsettled(0)[1]) > 0, "rows are in limbo"
+    before = [manager.pinned(0), [part.tolist() for part in manager.peek(ints(1, 2, 3), 0)]]
+    for capacity in (4, 6):
+        manager.grow(0, capacity)
+        manager.check()
+    assert [part.tolist() for part in manager.peek(ints(1, 2, 3), 0)] == before[1]
+    assert manager.pinned(0) == before[0] and manager.capacity(0) == 6 and manager.base(1) == 7
+    late = plan(manager, [2, 4, 5, 6], [7])
+    move(manager, late)
+    manager.check()
+    for one in (pinning, sweeping, late):
+        manager.finish(one)
+        manager.check()
+    assert {4, 5, 6} <= set(manager.residents(0)[0].tolist())
+
+
 def test_no_memory_while_growing_or_making_a_planner():
     manager, tables = make(2)
     run(manager, [1, 2])

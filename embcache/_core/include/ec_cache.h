@@ -321,24 +321,33 @@ static inline void ec_cache_drop(ec_cache *c, uint32_t slot) {
     ec_slotset_add(&c->free, slot);
 }
 
-/* Moves to `capacity` >= the present one; slots keep their numbers. Nothing may be in limbo. EC_NOMEM changes nothing. */
+/* Moves to `capacity` >= the present one; slots keep their numbers, pins and limbo. EC_NOMEM changes nothing. */
 static inline int ec_cache_grow(ec_cache *c, int64_t capacity) {
     ec_cache wider;
-    EC_ASSERT(c->limbo_count == 0 && capacity >= c->capacity);
+    EC_ASSERT(capacity >= c->capacity);
     if (ec_cache_init(&wider, capacity, c->index.seed) != EC_OK) return EC_NOMEM;
     const size_t n = (size_t)c->capacity;
     memcpy(wider.slots, c->slots, n * sizeof(ec_slot));
     memcpy(wider.pins, c->pins, n * sizeof(int32_t));
     memcpy(wider.state, c->state, n);
+    memcpy(wider.limbo_of, c->limbo_of, n * sizeof(uint32_t));
     memcpy(wider.lru.nodes, c->lru.nodes, n * sizeof(ec_lru_node));
     wider.lru.head = c->lru.head;
     wider.lru.tail = c->lru.tail;
     wider.lru.size = c->lru.size;
     for (uint32_t slot = 0; slot < (uint32_t)n; slot++)
-        if (c->state[slot] != EC_SLOT_FREE) ec_slotset_remove(&wider.free, slot);
+        if (c->state[slot] != EC_SLOT_FREE) {
+            ec_slotset_remove(&wider.free, slot);
+            if (ec_slotset_has(&c->dying, slot)) ec_slotset_add(&wider.dying, slot);
+        }
     ec_index_free(&wider.index);
     wider.index = c->index; /* slots keep their numbers, so the index stays as it is */
     ec_index_init(&c->index, 0);
+    wider.limbo = c->limbo; /* entries name slots, which keep their numbers too */
+    wider.limbo_unused = c->limbo_unused;
+    wider.limbo_count = c->limbo_count;
+    memset(&c->limbo, 0, sizeof c->limbo);
+    memset(&c->limbo_unused, 0, sizeof c->limbo_unused);
     wider.live = c->live;
     wider.pinned = c->pinned;
     wider.row_free = c->row_free;

@@ -184,6 +184,33 @@ static int64_t ec_side_drop(ec_side *s, const int64_t *keys, int64_t n) {
     return dropped;
 }
 
+/* Writes the keys whose counters in the filter an unfinished plan has added, changed or removed, with repetitions; there
+ * must be room for as many as the plans have changes. An entry that went to another key since was removed by one of the
+ * plans, so both keys are written. Returns how many. */
+static int64_t ec_counting_keys(const ec_side *s, int64_t t, ec_plan *const *plans, int64_t plan_count, int64_t *keys) {
+    int64_t found = 0;
+    for (int64_t k = 0; k < plan_count; k++) {
+        const ec_part *p = &plans[k]->parts[t];
+        for (int64_t i = 0; i < p->changes.size; i++) {
+            const ec_filter_change *change = &EC_AT(p->changes, ec_filter_change, i);
+            keys[found++] = change->kind == EC_FILTER_ADDED ? EC_ENTRY(s->filter, change->id).key : change->before.key;
+        }
+    }
+    return found;
+}
+
+/* Removes keys that wait in the filter and that no unfinished plan has counted. Returns how many there were. */
+static int64_t ec_side_forget_waiting(ec_side *s, const int64_t *keys, int64_t n) {
+    int64_t forgotten = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t id = ec_filter_find(s->filter, keys[i], ec_hash(keys[i]));
+        if (id < 0) continue;
+        ec_filter_remove(s->filter, (uint32_t)id);
+        forgotten++;
+    }
+    return forgotten;
+}
+
 /* Sets counters: of keys with a row beside the slot or in the host columns, of others in the filter, which must be
  * empty. Keys must be distinct. EC_NOMEM and EC_LIMIT change nothing. */
 static int ec_side_load(ec_side *s, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n, int64_t newest) {

@@ -418,6 +418,30 @@ def test_case_69_a_growing_table_never_stops_for_long_per_insert() -> None:
     assert check["partitions"] >= 128 and check["longest_probe"] < 40
 
 
+@pytest.mark.parametrize("split_above", [40, 65536])
+def test_detached_keys_keep_their_room(split_above: int) -> None:
+    """Attaching cannot fail: the indexes keep room for limbo keys through growth and splits."""
+    table = Table("t", 1, split_above=split_above, index_seed=3)
+    keys = np.arange(200, dtype=np.int64)
+    table.insert(keys)
+    rows = table.detach(keys)
+    for key in range(1000, 2000):
+        table.insert(np.array([key]))
+        table.check()
+    table.attach(keys[:150], rows[:150])
+    table.check()
+    table.free(keys[150:], rows[150:])
+    table.check()
+    assert np.array_equal(table.find(keys[:150]), rows[:150]) and (table.find(keys[150:]) == -1).all()
+    again = set(table.insert(keys[150:]))
+    assert again <= set(rows[150:]) or split_above == 40  # a split shares the free rows out
+    for call in (table.attach, table.free):
+        with pytest.raises(ShapeError, match="not the detached row"):
+            call(keys[:1], rows[:1])
+    with pytest.raises(ShapeError, match="unborn"):
+        table.unborn(np.array([77_777]))
+
+
 # ------------------------------------------------------------------------------------------------- buffers of the cache
 
 

@@ -152,6 +152,25 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
+def as_rows(what: str, values: npt.ArrayLike, count: int, width: int, owner: str) -> npt.NDArray[np.float32]:
+    """Return `values` as a C-contiguous float32 (count, width) array, or raise `ShapeError`.
+
+    An empty list is a batch of no rows. `what` and `owner` are for the message.
+    """
+    array = np.asarray(values)
+    if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
+        array = array.astype(np.float32)  # an empty list has no dtype of its own
+    if not np.can_cast(array.dtype, np.float32, casting="safe"):
+        raise ShapeError(
+            f"{owner}: {what} has dtype {array.dtype}; give float32 (cast it yourself if losing digits is meant)"
+        )
+    if array.shape == (0,) and count == 0:
+        array = array.reshape(0, width)
+    if array.shape != (count, width):
+        raise ShapeError(f"{owner}: {what} has shape {array.shape}; give {(count, width)}")
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
 class EmbTable:
     """One embedding table in host memory: any int64 key -> a row of `dim` weights and `state_dim` floats of state.
 
@@ -318,23 +337,9 @@ class EmbTable:
             Default: the state becomes zero.
         """
         checked = as_keys(keys, self._owner)
-        rows = self._as_rows("weights", weights, len(checked), self.dim)
-        states = None if state is None else self._as_rows("state", state, len(checked), self.state_dim)
+        rows = as_rows("weights", weights, len(checked), self.dim, self._owner)
+        states = None if state is None else as_rows("state", state, len(checked), self.state_dim, self._owner)
         self._core.assign(checked, rows, states)
-
-    def _as_rows(self, what: str, values: npt.ArrayLike, count: int, width: int) -> npt.NDArray[np.float32]:
-        array = np.asarray(values)
-        if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
-            array = array.astype(np.float32)  # an empty list has no dtype of its own
-        if not np.can_cast(array.dtype, np.float32, casting="safe"):
-            raise ShapeError(
-                f"{self._owner}: {what} has dtype {array.dtype}; give float32 (cast it yourself if losing digits is meant)"
-            )
-        if array.shape == (0,) and count == 0:
-            array = array.reshape(0, width)
-        if array.shape != (count, width):
-            raise ShapeError(f"{self._owner}: {what} has shape {array.shape}; give {(count, width)}")
-        return np.ascontiguousarray(array, dtype=np.float32)
 
     def lookup_rows(self, keys: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return weights (n, dim) and state (n, state_dim) of each key; an absent key reads its initial values and stays absent."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT
 from .errors import ChangedError, ConfigError, ShapeError, whole_number
-from .table import as_keys
+from .table import as_keys, as_rows
 
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
@@ -36,7 +36,7 @@ class TableView:
 
     Notes
     -----
-    Every method takes the manager's lock; any thread may call. None touches frequencies or timestamps.
+    Every method takes the manager's lock; any thread may call. None touches frequencies or timestamps of living keys.
 
     Examples
     --------
@@ -53,15 +53,6 @@ class TableView:
         self._host = manager.host_tables[table]
         self.name, self.dim, self.state_dim = self._host.name, self._host.dim, self._host.state_dim
         self._owner = f"table {self.name!r}"
-
-    def _rows(self, what: str, values: Any, count: int, width: int) -> np.ndarray:
-        """`values` as a contiguous float32 (count, width) array, or `ShapeError`."""
-        array = np.asarray(values)
-        if not np.can_cast(array.dtype, np.float32, casting="safe") or array.shape != (count, width):
-            raise ShapeError(
-                f"{self._owner}: {what} has dtype {array.dtype} and shape {array.shape}; give float32 {(count, width)}"
-            )
-        return np.ascontiguousarray(array, dtype=np.float32)
 
     # ------------------------------------------------------------------------------------------------------------ reads
 
@@ -132,11 +123,11 @@ class TableView:
 
     def items(
         self, batch_rows: int = 65536
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]]:
         """Iterate over (keys, weights, state, frequency, timestamp) in batches of at most `batch_rows`, in row order.
 
         All are copies. Frequencies and timestamps of residents are the planner's; a table without a filter keeps none, and
-        gives 0 and the smallest int64.
+        gives None for both.
 
         Raises
         ------
@@ -191,7 +182,7 @@ class TableView:
             place = np.minimum(np.searchsorted(residents[0], rows), len(residents[0]) - 1)
             fresh = residents[0][place] == rows
             counts[fresh], stamps[fresh] = residents[1][place[fresh]], residents[2][place[fresh]]
-        return keys, weights, state, counts, stamps
+        return (keys, weights, state, counts, stamps) if self._host.with_filter else (keys, weights, state, None, None)
 
     def __len__(self) -> int:
         with self._manager.door:
@@ -252,8 +243,8 @@ class TableView:
             A key that an unfinished batch uses; nothing changes then.
         """
         array = as_keys(keys, self._owner)
-        new_weights = self._rows("weights", weights, len(array), self.dim)
-        new_state = None if state is None else self._rows("state", state, len(array), self.state_dim)
+        new_weights = as_rows("weights", weights, len(array), self.dim, self._owner)
+        new_state = None if state is None else as_rows("state", state, len(array), self.state_dim, self._owner)
         with self._manager.door:
             # The resident copy becomes the host row before it is dropped: should the host refuse, nothing is lost.
             unique = np.unique(array)
@@ -266,15 +257,20 @@ class TableView:
             self._host.assign(array, new_weights, new_state)
 
     def erase(self, keys: Any) -> int:
-        """Remove keys with their rows, state and counters; return how many there were.
+        """Remove keys with their rows, state and counters; return how many rows there were.
+
+        A key that waits for admission loses its counters too.
 
         Raises
         ------
         PinnedKeyError
-            A key that an unfinished batch uses; nothing changes then.
+            A key that an unfinished batch uses or has counted; nothing changes then.
         """
         array = as_keys(keys, self._owner)
         with self._manager.door:
+            self._manager.planner.forget_waiting(
+                self._table, array
+            )  # first: it changes nothing where drop would refuse
             self._manager.planner.drop(self._table, array)
             self._manager.door.changes += 1
             return int(self._host.erase(array))

@@ -188,7 +188,7 @@ def everything(collection: torch.nn.Module) -> dict[str, tuple[np.ndarray, ...]]
     """Every row of every table with state and counters, sorted by key."""
     tables = {}
     for name, view in collection.tables().items():
-        columns = [np.concatenate(parts) for parts in zip(*view.items(7), strict=True)]
+        columns = [np.concatenate(parts) for parts in zip(*view.items(7), strict=True) if parts[0] is not None]
         order = np.argsort(columns[0])
         tables[name] = tuple(column[order] for column in columns)
     return tables

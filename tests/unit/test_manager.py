@@ -364,7 +364,7 @@ def test_rebalance_follows_the_measured_keys_and_changes_no_result():
         slots = {name: entry["capacity"] for name, entry in ebc.manager.stats()["tables"].items()}
         assert (slots["many"] > 3 * slots["few"]) == rebalanced
         rows = {
-            name: sorted(zip(*(c.tolist() for c in next(iter(v.items()))), strict=True))
+            name: sorted(zip(*(c.tolist() for c in next(iter(v.items())) if c is not None), strict=True))
             for name, v in ebc.tables().items()
         }
         outcomes.append(

@@ -487,7 +487,7 @@ def snapshot(collection: nn.Module) -> tuple[object, ...]:
     return (
         collection.manager.stats(),
         [column.tolist() for column in planner.residents(0)],
-        [[column.tolist() for column in columns] for columns in collection.tables()["t"].items()],
+        [[column.tolist() for column in columns if column is not None] for columns in collection.tables()["t"].items()],
     )
 
 

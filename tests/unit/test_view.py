@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import embcache as ec
+from embcache.table import EmbTable
 
 
 def manager_of(hbm_rows: int = 3, **options: object) -> ec.EmbCacheManager:
@@ -39,7 +40,8 @@ def contents(view: ec.TableView, batch_rows: int = 2) -> dict[int, tuple[float, 
         assert 0 < len(keys) <= batch_rows and weights.shape == (len(keys), 2) and state.shape == (len(keys), 2)
         for i, key in enumerate(keys.tolist()):
             assert key not in found
-            found[key] = (weights[i, 0].item(), state[i, 0].item(), int(counts[i]), int(stamps[i]))
+            kept = (None, None) if counts is None else (int(counts[i]), int(stamps[i]))
+            found[key] = (weights[i, 0].item(), state[i, 0].item(), *kept)
     return found
 
 
@@ -254,3 +256,49 @@ def test_adam_state_is_both_moments_side_by_side():
     assert view.lookup_rows([1, 2])[1].tolist() == state.tolist()
     begin(manager, [8, 9])
     assert view.lookup_rows([1, 2])[1].tolist() == state.tolist()
+
+
+def test_erase_of_a_key_that_waits_for_admission_forgets_its_counters():
+    manager = manager_of(admit_and_evict=ec.AdmitAndEvictConfig(admit_threshold=3))
+    view = manager.table("t")
+    train(manager, [1, 1, 2, 2])
+    assert view.erase([1, 9]) == 0  # no row, but counters
+    assert manager.planner.filter_state(0)["keys"].tolist() == [2]
+    train(manager, [1, 2])
+    assert 1 not in view and 2 in view
+    assert manager.planner.filter_state(0)["counts"].tolist() == [1, 3]
+    assert view.erase([2, 1]) == 1 and len(manager.planner.filter_state(0)["keys"]) == 0
+    view.check()
+
+
+def test_i1_a_waiting_key_that_an_unfinished_batch_counts_refuses_erase():
+    manager = manager_of(admit_and_evict=ec.AdmitAndEvictConfig(admit_threshold=3))
+    view = manager.table("t")
+    train(manager, [5, 6, 6, 6])
+    info = manager.plan(ec.JaggedFeatures(["t"], [4, 5], [1, 1]))
+    before = manager.planner.filter_state(0)["counts"].tolist()
+    for keys in ([4], [5], [6, 5]):
+        with pytest.raises(ec.PinnedKeyError, match=f"key {keys[-1]}"):
+            view.erase(keys)
+    assert manager.planner.filter_state(0)["counts"].tolist() == before and 6 in view
+    manager.cancel(info)
+    assert manager.planner.filter_state(0)["counts"].tolist() == [1, 3]
+    info = begin(manager, [6])
+    with pytest.raises(ec.PinnedKeyError, match="key 6"):
+        view.erase([5, 6])  # 5 waits and is free: nothing changes all the same
+    assert manager.planner.filter_state(0)["keys"].tolist() == [5, 6]
+    manager.finish(info)
+    assert view.erase([5, 6]) == 1
+    view.check()
+
+
+def test_a_view_and_an_embtable_take_and_give_the_same():
+    view, table = manager_of().table("t"), EmbTable("t", 2, state_dim=2)
+    for one in (view, table):
+        one.assign([], [])
+        one.assign([], [], [])
+        one.assign([1], np.ones((1, 2), dtype=np.float32))
+        ((keys, _, _, frequency, timestamp),) = one.items()
+        assert keys.tolist() == [1] and frequency is None and timestamp is None
+        with pytest.raises(ec.ShapeError, match="'t': weights has dtype float64; give float32"):
+            one.assign([1], np.ones((1, 2)))

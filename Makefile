@@ -61,10 +61,11 @@ $(VENV)/.created:
 	touch $@
 
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py | $(VENV)/.created
+	@echo "installing pinned versions into $(VENV) and building the core; this takes minutes, once"
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# The editable install has built everything; this rebuilds what changed since.
+# The editable install has built everything that was there; what changed since is built in place.
 $(VENV)/.built: $(VENV)/.installed $(CORE)
-	$(VENV)/bin/python setup.py --quiet build_ext --inplace
+	if [ -n "$$(find $(CORE) -newer $(VENV)/.installed)" ]; then $(VENV)/bin/python setup.py --quiet build_ext --inplace; fi
 	touch $@

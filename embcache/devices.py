@@ -264,7 +264,7 @@ class CpuBackend:
         _check_rows(rows, dim)
         nbytes = rows * dim * 4
         if nbytes < HUGE_PAGE_BYTES:
-            return torch.zeros(rows, dim)
+            return torch.zeros(rows, dim, dtype=torch.float32)
         try:
             return map_rows(rows, dim)
         except (OSError, OverflowError, ValueError) as error:
@@ -315,7 +315,7 @@ class CpuBackend:
 
     def gather_rows(self, weights: Tensor, slots: Indexes, out: Tensor | None = None) -> Tensor:
         if out is None:
-            out = torch.empty(len(slots), weights.shape[-1])
+            out = torch.empty(len(slots), weights.shape[-1], dtype=torch.float32)
         kernels.gather(_host(weights), _host(slots), _host(out), self.num_threads)
         return out
 
@@ -346,7 +346,7 @@ class CpuBackend:
 
     def sequence_forward(self, weights: Tensor, lookup: GroupLookup, out: Tensor | None = None) -> Tensor:
         if out is None:
-            out = torch.empty(lookup.position_count, weights.shape[-1])
+            out = torch.empty(lookup.position_count, weights.shape[-1], dtype=torch.float32)
         kernels.sequence_forward(
             _host(weights),
             lookup.slots,
@@ -361,7 +361,7 @@ class CpuBackend:
     def segment_grad_pooled(
         self, grad_out: Tensor, lookup: GroupLookup, dim: int, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        grad = torch.empty(lookup.unique_count, dim)
+        grad = torch.empty(lookup.unique_count, dim, dtype=torch.float32)
         order, offsets = lookup.segments()
         kernels.segment_grad_pooled(
             _read(grad_out),
@@ -378,7 +378,7 @@ class CpuBackend:
         return grad
 
     def segment_grad_sequence(self, grad_out: Tensor, lookup: GroupLookup) -> Tensor:
-        grad = torch.empty(lookup.unique_count, grad_out.shape[-1])
+        grad = torch.empty(lookup.unique_count, grad_out.shape[-1], dtype=torch.float32)
         kernels.segment_grad_sequence(
             _read(grad_out),
             *lookup.segments(),
@@ -392,7 +392,7 @@ class CpuBackend:
         return grad
 
     def per_sample_weight_grad(self, grad_out: Tensor, weights: Tensor, lookup: GroupLookup) -> Tensor:
-        grad = torch.empty(lookup.position_count)
+        grad = torch.empty(lookup.position_count, dtype=torch.float32)
         kernels.per_sample_weight_grad(
             _read(grad_out),
             _host(weights),
@@ -514,7 +514,7 @@ class TorchBackend:
 
     def allocate(self, rows: int, dim: int) -> Tensor:
         _check_rows(rows, dim)
-        return torch.zeros(rows, dim, device=self.device)
+        return torch.zeros(rows, dim, dtype=torch.float32, device=self.device)
 
     def free_memory(self) -> int:
         return host_free_bytes() if self._module is None else int(self._module.mem_get_info(self.device)[0])

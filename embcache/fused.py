@@ -104,7 +104,7 @@ class FusedUpdate:
         self.optimizer = EmbOptimizer(manager.spec, lambda: _call(on_step))
         self.grad_scale: Any = None
         self.skipped_updates = 0
-        self.anchor = torch.zeros((), requires_grad=True, device=manager.backend.device)
+        self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=manager.backend.device)
         self._open: list[Forward] = []
         self._arrived: dict[int, list[Forward]] = {}  # by backward pass
         self._held: list[Forward] = []
@@ -191,7 +191,7 @@ class FusedUpdate:
             return None
         try:
             number = float(scale)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not (math.isfinite(number) and number > 0):
             raise ConfigError(f"grad_scale = {scale!r}; give a finite number > 0, a function that returns one, or None")

@@ -8,6 +8,7 @@ It knows nothing of autograd; `embcache.modules` stands on it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -122,6 +123,7 @@ class EmbCacheManager:
         self._movable: weakref.WeakValueDictionary[int, SwapInfo] = weakref.WeakValueDictionary()  # by step
         self._on_shift: weakref.WeakMethod[Any] | None = None
         self._worker: ThreadPoolExecutor | None = None
+        self._worker_thread: int | None = None
         self._queued = 0
 
     def _make_table(self, config: TableConfig) -> Table:
@@ -250,8 +252,34 @@ class EmbCacheManager:
         """
         self.door.check_process()
         if self._queued:
+            if threading.get_ident() == self._worker_thread:
+                raise PlanError(
+                    "plan() in a callback of plan_async() while other batches are queued would wait for itself; call plan_async() there"
+                )
             return self.plan_async(batch).result()
         return self._plan(batch)
+
+    def plan_and_move(self, batch: Any) -> SwapInfo:
+        """`plan`, `swap_out` and `swap_in` as one step: no other thread sees the batch half way.
+
+        Growth may move the slots of the returned plan later (see `let_slots_move`).
+
+        Raises
+        ------
+        Those of `plan`; and whatever keeps rows from moving, in which case the plan is abandoned.
+        """
+        # A queue is drained by a worker that needs the lock, so waiting for it must happen outside.
+        info = self.plan(batch) if self._queued else None
+        with self.door:
+            info = self._plan(batch) if info is None else info
+            try:
+                self.swap_out(info)
+                self.swap_in(info)
+                self.let_slots_move(info)
+            except BaseException:
+                self.abandon(info)
+                raise
+            return info
 
     def _plan(self, batch: Any) -> SwapInfo:
         flat = self.layout.flatten(as_jagged_features(batch))
@@ -307,12 +335,15 @@ class EmbCacheManager:
         """
         with self.door:
             if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix="embcache-plan")
+                self._worker = ThreadPoolExecutor(1, "embcache-plan", initializer=self._note_worker)
             future = self._worker.submit(self._plan, batch)
             self._queued += 1
         # A callback, since a Future that is cancelled before its turn never runs.
         future.add_done_callback(self._unqueue)
         return future
+
+    def _note_worker(self) -> None:
+        self._worker_thread = threading.get_ident()
 
     def _unqueue(self, future: Future[SwapInfo]) -> None:
         with self.door.lock:
@@ -632,7 +663,7 @@ class EmbCacheManager:
         self.door.check_process()
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.shutdown(wait=True)
+            worker.shutdown(wait=threading.get_ident() != self._worker_thread)
         with self.door.lock:
             if self.door.closed:
                 return

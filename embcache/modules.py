@@ -43,7 +43,8 @@ class PooledLookup(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None, update: FusedUpdate, info: SwapInfo
     ) -> torch.Tensor:
         manager, backend = update.manager, update.manager.backend
-        plain = None if weights is None else weights.detach().contiguous()
+        # A copy: the caller may change the weights in place before backward, which must use what forward used.
+        plain = None if weights is None else weights.detach().clone(memory_format=torch.contiguous_format)
         forward, ctx.token = update.begin(info, plain)
         try:
             lookups = info.lookups(backend, pooled=True)
@@ -210,17 +211,9 @@ class CachedCollection(nn.Module):
         self._manager.close()
 
     def _plan(self, features: Any) -> SwapInfo:
-        """Plan a batch and move its rows; a plan that cannot move its rows is abandoned."""
+        """Plan a batch and move its rows."""
         self._update.drop_stale()
-        info = self._manager.plan(features)
-        try:
-            self._manager.swap_out(info)
-            self._manager.swap_in(info)
-            self._manager.let_slots_move(info)
-        except BaseException:
-            self._manager.abandon(info)
-            raise
-        return info
+        return self._manager.plan_and_move(features)
 
     def _training_now(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -234,7 +227,7 @@ class CachedCollection(nn.Module):
             )
         if probe.device != self.device:
             self._manager.move(probe.device)
-            self._update.anchor = torch.zeros((), requires_grad=True, device=probe.device)
+            self._update.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=probe.device)
         return super()._apply(fn, recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -80,6 +80,8 @@ class TableView:
             or not out.flags.writeable
         ):
             raise ShapeError(f"{self._owner}: out must be a writeable, contiguous float32 array of shape {shape}")
+        elif np.may_share_memory(out, array):
+            array = array.copy()  # the keys are read again after rows have been written
         with self._manager.door:
             if insert:
                 self._insert(array)

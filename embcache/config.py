@@ -32,6 +32,16 @@ __all__ = [
 
 MAX_EMBEDDING_DIM = 8192
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+# Numbers of this size and above become infinite in float32: the largest float32 plus half of its last place.
+FLOAT32_END = (2.0 - 2.0**-24) * 2.0**127
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for a message, also for an integer of more digits than Python agrees to print."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"<{type(value).__name__} too long to print>"
 
 
 def _finite(
@@ -42,8 +52,13 @@ def _finite(
     low: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    float32: bool = True,
 ) -> float:
-    """Return `value` as float, or raise `ConfigError` naming the owner, the field, the value and the allowed range."""
+    """Return `value` as float, or raise `ConfigError` naming the owner, the field, the value and the allowed range.
+
+    With `float32`, a number that is infinite in float32 is refused too: one such rate or constant spoils every row it
+    touches. Initializers leave that to the table, whose limits are narrower.
+    """
     allowed = "a finite number"
     if low is not None:
         allowed += f" >= {low:g}"
@@ -51,19 +66,22 @@ def _finite(
         allowed += f" > {above:g}"
     if below is not None:
         allowed += f" and < {below:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        try:
-            item = value.item() if hasattr(value, "item") else None
-            number = float(item) if isinstance(item, (int, float)) and not isinstance(item, bool) else math.nan
-        except (TypeError, ValueError, RuntimeError):
-            number = math.nan
-    else:
-        number = float(value)
+    try:
+        item = value if isinstance(value, (int, float)) or not hasattr(value, "item") else value.item()
+        number = float(item) if isinstance(item, (int, float)) and not isinstance(item, bool) else math.nan
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    except OverflowError:  # an integer beyond float64
+        number = math.inf
     bad = not math.isfinite(number)
+    if float32 and not bad and abs(number) >= FLOAT32_END:
+        raise ConfigError(
+            f"{owner}: {name} = {shown(value)} is infinite in float32; give {allowed}, below 3.4e38 in size"
+        )
     bad = bad or (low is not None and number < low) or (above is not None and number <= above)
     bad = bad or (below is not None and number >= below)
     if bad:
-        raise ConfigError(f"{owner}: {name} = {value!r}; give {allowed}")
+        raise ConfigError(f"{owner}: {name} = {shown(value)}; give {allowed}")
     return number
 
 
@@ -71,7 +89,7 @@ def _integer(owner: str, name: str, value: Any, *, low: int, high: int = INT64_M
     """Return `value` as int, or raise `ConfigError`; booleans and fractions are refused."""
     number = whole_number(value)
     if number is None or not low <= number <= high:
-        raise ConfigError(f"{owner}: {name} = {value!r}; give an integer from {low} to {high}")
+        raise ConfigError(f"{owner}: {name} = {shown(value)}; give an integer from {low} to {high}")
     return number
 
 
@@ -100,7 +118,7 @@ class Constant(Initializer):
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", _finite("Constant", "value", self.value))
+        object.__setattr__(self, "value", _finite("Constant", "value", self.value, float32=False))
 
 
 @dataclass(frozen=True)
@@ -112,8 +130,8 @@ class Uniform(Initializer):
     high: float = 0.05
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "low", _finite("Uniform", "low", self.low))
-        object.__setattr__(self, "high", _finite("Uniform", "high", self.high))
+        object.__setattr__(self, "low", _finite("Uniform", "low", self.low, float32=False))
+        object.__setattr__(self, "high", _finite("Uniform", "high", self.high, float32=False))
         if self.low > self.high:
             raise ConfigError(f"Uniform: low = {self.low!r} exceeds high = {self.high!r}; swap them")
 
@@ -127,8 +145,8 @@ class Normal(Initializer):
     std: float = 0.05
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mean", _finite("Normal", "mean", self.mean))
-        object.__setattr__(self, "std", _finite("Normal", "std", self.std, low=0.0))
+        object.__setattr__(self, "mean", _finite("Normal", "mean", self.mean, float32=False))
+        object.__setattr__(self, "std", _finite("Normal", "std", self.std, low=0.0, float32=False))
 
 
 @dataclass(frozen=True)
@@ -140,8 +158,8 @@ class TruncatedNormal(Initializer):
     std: float = 0.05
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mean", _finite("TruncatedNormal", "mean", self.mean))
-        object.__setattr__(self, "std", _finite("TruncatedNormal", "std", self.std, low=0.0))
+        object.__setattr__(self, "mean", _finite("TruncatedNormal", "mean", self.mean, float32=False))
+        object.__setattr__(self, "std", _finite("TruncatedNormal", "std", self.std, low=0.0, float32=False))
 
 
 @dataclass(frozen=True)
@@ -153,8 +171,8 @@ class LinearRamp(Initializer):
     stop: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", _finite("LinearRamp", "start", self.start))
-        object.__setattr__(self, "stop", _finite("LinearRamp", "stop", self.stop))
+        object.__setattr__(self, "start", _finite("LinearRamp", "start", self.start, float32=False))
+        object.__setattr__(self, "stop", _finite("LinearRamp", "stop", self.stop, float32=False))
 
 
 # -------------------------------------------------------------------------------------------------------- optimizers

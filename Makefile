@@ -67,5 +67,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.py | $(VENV)/.created
 
 # The editable install has built everything that was there; what changed since is built in place.
 $(VENV)/.built: $(VENV)/.installed $(CORE)
-	if [ -n "$$(find $(CORE) -newer $(VENV)/.installed)" ]; then $(VENV)/bin/python setup.py --quiet build_ext --inplace; fi
+	@if [ -n "$$(find $(CORE) -newer $(VENV)/.installed)" ]; then $(VENV)/bin/python setup.py --quiet build_ext --inplace; fi
 	touch $@

@@ -10,12 +10,14 @@ It never holds rows or row state: those move with the rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from .config import OptimizerSpec
+from .config import OptimizerSpec, shown
 from .devices import UpdateRule, update_rule
 from .errors import ConfigError
 
@@ -23,6 +25,23 @@ __all__ = ["EmbOptimizer"]
 
 # Sets the optimizer's start, not its course: a scheduler has no business with it.
 FIXED_AT_START = {"initial_accumulator_value"}
+# Every step up to here has a next one that int64 holds, for longer than anyone trains.
+MOST_STEPS = 2**62
+
+
+def _snapshot(value: Any) -> Any:
+    """`value` of a parameter group, as what can be compared later: a tensor or list may be changed in place.
+
+    A tensor that is not one number on a real device is left as it is, for the spec to refuse.
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(_snapshot(item) for item in value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        try:
+            return value.item()
+        except (RuntimeError, ValueError):
+            return value
+    return value
 
 
 class EmbOptimizer(torch.optim.Optimizer):
@@ -81,14 +100,21 @@ class EmbOptimizer(torch.optim.Optimizer):
         Raises
         ------
         ConfigError
-            One of them is not allowed (a negative or NaN learning rate, for example).
+            One of them is missing or not allowed (a negative or NaN learning rate, for example).
         """
         group = self.param_groups[0]
+        missing = [name for name in self._names if name not in group]
+        if missing:
+            raise ConfigError(
+                f"ebc.optimizer.param_groups[0] has no {missing[0]!r}; set it, for example to {getattr(self._spec, missing[0])!r}"
+            )
         # A learning rate may be a tensor that is changed in place: compare its value, never its identity.
-        values = tuple(
-            group[name].item() if isinstance(group[name], torch.Tensor) else group[name] for name in self._names
-        )
-        if self._checked is None or self._checked[0] != values:
+        values = tuple(_snapshot(group[name]) for name in self._names)
+        try:
+            same = self._checked is not None and bool(self._checked[0] == values)
+        except (RuntimeError, ValueError):  # something that has no one truth, as a tensor of two
+            same = False
+        if self._checked is None or not same:
             try:
                 spec = dataclasses.replace(self._spec, **dict(zip(self._names, values, strict=True)))
             except ConfigError as error:
@@ -104,7 +130,13 @@ class EmbOptimizer(torch.optim.Optimizer):
         ConfigError
             As `current_spec`.
         """
-        return update_rule(self.current_spec(), step=self.step_count + 1)
+        spec = self.current_spec()
+        rule = update_rule(spec, step=self.step_count + 1)
+        if not math.isfinite(rule.lr):  # Adam's bias correction can make it larger
+            raise ConfigError(
+                f"ebc.optimizer.param_groups[0]: lr = {spec.lr!r} is infinite in float32 after Adam's bias correction; lower it"
+            )
+        return rule
 
     def count_update(self) -> None:
         """Advance the step count: an update made by `next_rule` has been applied."""
@@ -142,8 +174,9 @@ class EmbOptimizer(torch.optim.Optimizer):
         """
         try:
             (group,) = state_dict["param_groups"]
+            (parameter,) = group["params"]
             kind = group["kind"]
-            step = state_dict["state"][group["params"][0]]["step"]
+            step = state_dict["state"][parameter]["step"]
             values = {name: group[name] for name in self._names if kind == self._spec.kind}
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -153,8 +186,8 @@ class EmbOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"the state is that of a {kind!r} optimizer, this is {self._spec.kind!r}; make the collection with the same one"
             )
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigError(f"the state's step count is {step!r}; it is an integer >= 0")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
+            raise ConfigError(f"the state's step count is {shown(step)}; it is an integer from 0 to {MOST_STEPS}")
         dataclasses.replace(self._spec, **values)
         super().load_state_dict(state_dict)
 

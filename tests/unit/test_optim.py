@@ -7,6 +7,7 @@ import math
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -129,6 +130,51 @@ def test_i11_other_hyper_parameters_are_checked_too(name, value):
         one_step(ebc)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [10**400, 1e39, torch.ones(2), torch.ones(1, device="meta"), np.ones(2), [1.0], (), "1", None],
+    ids=lambda value: str(value)[:20],
+)
+def test_i11_what_is_not_one_number_is_refused_before_anything_changes(value):
+    ebc = collection(ec.SGD(lr=1.0))
+    one_step(ebc)
+    group = ebc.optimizer.param_groups[0]
+    for _ in range(2):  # the second time too: nothing of it was remembered
+        group["lr"] = value
+        with pytest.raises(ec.ConfigError, match=r"param_groups\[0\].*lr"):
+            one_step(ebc)
+    assert ebc.optimizer.step_count == 1
+    group["lr"] = 1.0
+    assert one_step(ebc).tolist() == [-2.0, -2.0]
+
+
+def test_i11_a_missing_hyper_parameter_is_named():
+    ebc = collection(ec.SGD(lr=1.0))
+    del ebc.optimizer.param_groups[0]["lr"]
+    with pytest.raises(ec.ConfigError, match=r"param_groups\[0\] has no 'lr'; set it, for example to 1.0"):
+        one_step(ebc)
+    assert ebc.optimizer.step_count == 0
+
+
+def test_values_changed_in_place_are_seen():
+    ebc = collection(ec.Adam(lr=1.0))
+    optimizer = ebc.optimizer
+    rate, betas = np.array(0.5), [0.5, torch.tensor(0.75)]
+    optimizer.param_groups[0].update(lr=rate, betas=betas)
+    assert (optimizer.current_spec().lr, optimizer.current_spec().betas) == (0.5, (0.5, 0.75))
+    rate[()] = 0.25
+    betas[0] = 0.125
+    betas[1].fill_(0.5)
+    assert (optimizer.current_spec().lr, optimizer.current_spec().betas) == (0.25, (0.125, 0.5))
+
+
+def test_i11_a_rate_that_bias_correction_makes_infinite_is_refused():
+    ebc = collection(ec.Adam(lr=3e38, betas=(0.999, 0.0)))
+    with pytest.raises(ec.ConfigError, match="bias correction"):
+        one_step(ebc)
+    assert ebc.optimizer.step_count == 0
+
+
 def test_state_dict_round_trip():
     ebc = collection(ec.Adam(lr=0.5))
     one_step(ebc)
@@ -152,6 +198,12 @@ def test_state_dict_round_trip():
         (lambda state: state["param_groups"][0].pop("eps"), "eps"),
         (lambda state: state["state"][0].update(step=-1), "step count is -1"),
         (lambda state: state["state"][0].update(step=1.5), "step count is 1.5"),
+        (lambda state: state["state"][0].update(step=2**63), "step count is 9223372036854775808"),
+        (lambda state: state["state"][0].update(step=10**5000), "step count is"),
+        (lambda state: state["param_groups"][0].update(params=[0, 1]), "ValueError"),
+        (lambda state: state["param_groups"][0].update(params=[]), "ValueError"),
+        (lambda state: state["param_groups"][0].update(lr=torch.ones(2)), "lr"),
+        (lambda state: state["param_groups"][0].update(lr=1e39), "float32"),
         (lambda state: state.pop("state"), "state"),
         (lambda state: state["param_groups"].append(state["param_groups"][0]), "ValueError"),
     ],

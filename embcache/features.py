@@ -35,6 +35,8 @@ def _names(owner: str, keys: Any) -> tuple[str, ...]:
 
 def _as_tensor(owner: str, name: str, value: Any) -> torch.Tensor:
     """Return `value` (tensor, array or sequence) as a one-dimensional tensor, or raise `ShapeError`."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ShapeError(f"{owner}: {name} is a masked array; give a plain one: filled(...) or compressed()")
     if not isinstance(value, torch.Tensor):
         try:
             array = np.asarray(value)
@@ -47,9 +49,15 @@ def _as_tensor(owner: str, name: str, value: Any) -> torch.Tensor:
             raise ShapeError(
                 f"{owner}: {name} = {value!r} is not an array of numbers; give a tensor or a NumPy array"
             ) from error
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+        raise ShapeError(f"{owner}: {name} is {kind}; give a dense one (to_dense() of a sparse tensor)")
+    if value.is_meta:
+        raise ShapeError(f"{owner}: {name} is a meta tensor, which has no data; give one on a real device")
     if value.dim() != 1:
         raise ShapeError(f"{owner}: {name} has shape {tuple(value.shape)}; give one dimension")
-    return value
+    # A lazily negated or conjugated view: NumPy and the kernels read memory, which holds the other sign.
+    return value.resolve_neg().resolve_conj()
 
 
 def _as_int64(owner: str, name: str, value: Any) -> torch.Tensor:

@@ -70,6 +70,16 @@ def test_int32_is_widened_and_views_and_read_only_arrays_are_taken():
         ({"timestamps": torch.arange(6)}, "6 timestamps for 5 values"),
         ({"timestamps": torch.arange(5.0)}, "timestamps has dtype"),
         ({"labels": torch.ones(3)}, "3 labels for a batch of 2"),
+        ({"values": torch.empty(5, dtype=torch.int64, device="meta")}, "values is a meta tensor.*real device"),
+        ({"lengths": torch.empty(4, dtype=torch.int64, device="meta")}, "lengths is a meta tensor.*real device"),
+        ({"weights": torch.empty(5, device="meta")}, "weights is a meta tensor.*real device"),
+        ({"values": torch.arange(5).to_sparse()}, "values is a tensor of layout torch.sparse_coo; give a dense one"),
+        ({"lengths": torch.tensor([1, 0, 1, 3]).to_sparse()}, "lengths is a tensor of layout torch.sparse_coo"),
+        ({"weights": torch.ones(5).to_sparse()}, "weights is a tensor of layout torch.sparse_coo"),
+        ({"timestamps": torch.arange(5).to_sparse()}, "timestamps is a tensor of layout torch.sparse_coo"),
+        ({"weights": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "weights is a nested tensor"),
+        ({"values": np.ma.masked_array(np.arange(5), mask=[0, 1, 0, 0, 0])}, "values is a masked array.*filled"),
+        ({"weights": np.ma.masked_array(np.ones(5, np.float32))}, "weights is a masked array.*filled"),
         ({"keys": ["a", "a"]}, "twice"),
         ({"keys": "ab"}, "list of feature names"),
         ({"keys": [1, 2]}, "list of feature names"),
@@ -79,6 +89,17 @@ def test_int32_is_widened_and_views_and_read_only_arrays_are_taken():
 def test_i11_bad_input_is_named(changes, message):
     with pytest.raises(ShapeError, match=message):
         batch(**changes)
+
+
+def test_lazily_negated_views_are_resolved():
+    weights = torch.ones(5, requires_grad=True)
+    made = batch(values=torch._neg_view(torch.arange(5)), weights=torch._neg_view(weights))
+    assert not made.values().is_neg() and made.values().numpy().tolist() == [0, -1, -2, -3, -4]
+    assert not made.weights().is_neg() and made.weights().detach().numpy().tolist() == [-1] * 5
+    made.weights().sum().backward()
+    assert weights.grad.tolist() == [-1] * 5
+    imaginary = torch.full((5,), 2j).conj().imag  # how such a view comes about
+    assert imaginary.is_neg() and batch(weights=imaginary).weights().numpy().tolist() == [-2] * 5
 
 
 def test_lengths_that_wrap_to_the_right_sum_are_refused():

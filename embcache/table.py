@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ._core.digest import hash_strings as _hash_strings
 from ._core.table import Table
-from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros
-from .errors import ChangedError, ConfigError, ShapeError, whole_number
+from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros, shown
+from .errors import ChangedError, ClosedError, ConfigError, ShapeError, whole_number
 
 if TYPE_CHECKING:
     from ._core.table import TableStats
@@ -95,7 +95,7 @@ def hash_strings(values: Iterable[str | bytes], salt: int = 0) -> npt.NDArray[np
         raise ShapeError(f"hash_strings: values = {values!r} is one string; give a sequence of strings")
     seed = whole_number(salt)
     if seed is None or not _INT64_MIN <= seed < 2**64:
-        raise ConfigError(f"hash_strings: salt = {salt!r}; give an integer from {_INT64_MIN} to {2**64 - 1}")
+        raise ConfigError(f"hash_strings: salt = {shown(salt)}; give an integer from {_INT64_MIN} to {2**64 - 1}")
     if getattr(values, "ndim", 1) != 1:
         raise ShapeError(f"hash_strings: values has {values.ndim} dimensions; give one")  # type: ignore[attr-defined]
     try:
@@ -103,6 +103,12 @@ def hash_strings(values: Iterable[str | bytes], salt: int = 0) -> npt.NDArray[np
     except TypeError:
         raise ShapeError(f"hash_strings: values = {values!r}; give a sequence of strings") from None
     return _hash_strings(items, seed % 2**64)
+
+
+def _refuse_masked(what: str, value: Any, owner: str) -> None:
+    """Raise `ShapeError` for a masked array: NumPy would drop the mask, and what lies under it is no data."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ShapeError(f"{owner}: {what} is a masked array; give a plain one: filled(...) or compressed()")
 
 
 def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
@@ -124,9 +130,10 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     ShapeError
         If the keys are not integers (floats and booleans are refused), not one-dimensional, or leave int64.
     """
+    _refuse_masked("keys", keys, owner)
     try:
         array = np.asarray(keys)
-    except (ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ShapeError(
             f"{owner}: keys is not an array of integers ({error}); give a one-dimensional integer array"
         ) from None
@@ -146,7 +153,9 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     elif array.dtype == object:
         for value in array.tolist():
             if isinstance(value, bool) or not isinstance(value, int) or not _INT64_MIN <= value <= _INT64_MAX:
-                raise ShapeError(f"{owner}: key {value!r} is no int64; give integers from {_INT64_MIN} to {_INT64_MAX}")
+                raise ShapeError(
+                    f"{owner}: key {shown(value)} is no int64; give integers from {_INT64_MIN} to {_INT64_MAX}"
+                )
     elif array.dtype.kind not in "iu":
         raise ShapeError(f"{owner}: keys has dtype {array.dtype}; give an integer dtype, int64 at best")
     return np.ascontiguousarray(array, dtype=np.int64)
@@ -157,7 +166,11 @@ def as_rows(what: str, values: npt.ArrayLike, count: int, width: int, owner: str
 
     An empty list is a batch of no rows. `what` and `owner` are for the message.
     """
-    array = np.asarray(values)
+    _refuse_masked(what, values, owner)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ShapeError(f"{owner}: {what} is not an array of numbers ({error}); give a float32 array") from None
     if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
         array = array.astype(np.float32)  # an empty list has no dtype of its own
     if not np.can_cast(array.dtype, np.float32, casting="safe"):
@@ -238,7 +251,7 @@ class EmbTable:
         ):
             number = whole_number(value)
             if number is None or not low <= number <= high:
-                raise ConfigError(f"{owner}: {option} = {value!r}; give an integer from {low} to {high}")
+                raise ConfigError(f"{owner}: {option} = {shown(value)}; give an integer from {low} to {high}")
         self.name = name
         self.initializer = initializer
         self._core = Table(
@@ -306,6 +319,7 @@ class EmbTable:
         return out
 
     def _check_out(self, out: npt.NDArray[np.float32], shape: tuple[int, int]) -> None:
+        _refuse_masked("out", out, self._owner)
         if not isinstance(out, np.ndarray) or out.dtype != np.float32:
             found = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
             raise ShapeError(f"{self._owner}: out is {found}; give a float32 array")
@@ -382,7 +396,7 @@ class EmbTable:
         """
         most = whole_number(batch_rows)
         if most is None or most < 1:
-            raise ConfigError(f"{self._owner}: batch_rows = {batch_rows!r}; give an integer >= 1")
+            raise ConfigError(f"{self._owner}: batch_rows = {shown(batch_rows)}; give an integer >= 1")
         return self._batches(most, self._core.version)
 
     def _batches(self, batch_rows: int, version: int) -> Iterator[Any]:
@@ -441,6 +455,20 @@ class EmbTable:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "an EmbTable cannot be copied or pickled: its rows are host memory of this process; make a new one, and copy rows "
+            "with items() and assign()"
+        )
+
+    if not TYPE_CHECKING:  # for a type checker, only the attributes above exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Reached only for what `__init__` would have set, or for what does not exist."""
+            if name in ("_core", "_owner", "name", "initializer"):
+                raise ClosedError(f"{type(self).__name__}: never constructed; make one with EmbTable(name, dim)")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         rows = "closed" if self.closed else f"{len(self)} rows"

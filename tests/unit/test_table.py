@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -647,3 +649,64 @@ def test_defaults_are_those_of_the_design() -> None:
     with EmbTable("t", 4, initializer=Zeros()) as table:
         assert not table.lookup([1]).any()
         assert "x" not in table and 1.0 not in table and True not in table and 2**63 not in table and 1 in table
+
+
+# ------------------------------------------------------------------------------------------------------ odd arguments
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+def test_i11_a_table_is_not_copied_or_pickled(make_copy: Callable[[object], object]) -> None:
+    with EmbTable("t", 2) as table:
+        with pytest.raises(ConfigError, match=r"host memory of this process; make a new one.*items\(\) and assign"):
+            make_copy(table)
+        assert len(table) == 0
+
+
+def test_i11_a_table_that_was_never_constructed_says_so() -> None:
+    table = EmbTable.__new__(EmbTable)
+    for use in (
+        lambda: table.lookup([1]),
+        lambda: table.assign([1], [[1.0]]),
+        lambda: table.items(),
+        lambda: len(table),
+        lambda: 1 in table,
+        lambda: table.close(),
+        lambda: table.name,
+        lambda: repr(table),
+    ):
+        with pytest.raises(ClosedError, match="never constructed; make one"):
+            use()
+    with EmbTable("t", 2) as whole, pytest.raises(AttributeError, match="'EmbTable' object has no attribute 'nothing'"):
+        whole.nothing  # noqa: B018
+
+
+def test_i11_masked_arrays_are_refused() -> None:
+    keys, rows = np.array([1, 2]), np.zeros((2, 2), dtype=F32)
+    with EmbTable("t", 2, state_dim=2) as table:
+        for use in (
+            lambda: table.lookup(np.ma.masked_array(keys, mask=[0, 1])),
+            lambda: table.find(np.ma.masked_array(keys)),
+            lambda: table.lookup(keys, np.ma.masked_array(rows)),
+            lambda: table.assign(keys, np.ma.masked_array(rows, mask=True)),
+            lambda: table.assign(keys, rows, np.ma.masked_array(rows, mask=True)),
+        ):
+            with pytest.raises(ShapeError, match="is a masked array; give a plain one"):
+                use()
+        assert len(table) == 0
+
+
+def test_i11_what_numpy_cannot_make_an_array_of_is_refused() -> None:
+    class Odd:
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise RuntimeError("no data here")
+
+    with EmbTable("t", 2) as table:
+        for weights in ([[1.0, 2.0], [3.0]], Odd()):
+            with pytest.raises(ShapeError, match="weights is not an array of numbers"):
+                table.assign([1, 2], weights)  # type: ignore[arg-type]
+        for keys in ([1, [2, 3]], Odd(), [10**5000]):
+            with pytest.raises(ShapeError, match="key"):
+                table.find(keys)  # type: ignore[arg-type]
+        assert len(table) == 0
+    with pytest.raises(ConfigError, match="too long to print"):
+        EmbTable("t", 10**5000)

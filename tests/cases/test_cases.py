@@ -348,11 +348,8 @@ def test_case_23_a_count_exactly_at_the_threshold_admits(threshold: int) -> None
     at_once = bags(
         table(admit_and_evict=ec.AdmitAndEvictConfig(admit_threshold=threshold, not_admitted_default_value=9.0))
     )
-    read = float(
-        at_once(ec.JaggedFeatures(["f"], torch.tensor([5] * max(1, threshold)), torch.tensor([max(1, threshold)])))[
-            "f"
-        ][0, 0]
-    )
+    many = max(1, threshold)
+    read = at_once(ec.JaggedFeatures(["f"], torch.tensor([5] * many), torch.tensor([many])))["f"][0, 0].item()
     assert read == 0.0
 
 

@@ -221,6 +221,7 @@ def test_i13_an_accumulation_window_holds_its_pins_until_its_update() -> None:
     assert ebc.optimizer.step_count == 4
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_i13_no_second_derivative() -> None:
     ebc = collection()
     loss = ebc(one_feature([1, 2])).values().square().sum()

@@ -18,4 +18,4 @@ export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=lib
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:strict_string_checks=1
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 export PYTHONMALLOC=malloc PYTHONSAFEPATH=1 PYTHONPATH="$PWD/$base/lib"
-"$python" -m pytest -q -p no:cacheprovider --hypothesis-profile=few "${tests[@]}"
+"$python" -m pytest -q -p no:cacheprovider --timeout=1800 --hypothesis-profile=few "${tests[@]}"

@@ -129,7 +129,10 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 TestPlannerMachine = PlannerMachine.TestCase
-TestPlannerMachine.settings = settings(max_examples=60 * SOAK, stateful_step_count=50)
+# Fewer where the profile says so: under the sanitizers everything is many times slower.
+TestPlannerMachine.settings = settings(
+    max_examples=min(60 * SOAK, settings().max_examples), stateful_step_count=min(50, settings().stateful_step_count)
+)
 
 
 def random_run(seed: int, steps: int) -> dict[str, int]:

@@ -166,23 +166,29 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(batch=batches, more=batches, erased=st.integers(0, 50))
     def undo_of_inserts(self, batch: tuple[str, int, int], more: tuple[str, int, int], erased: int) -> None:
-        """Two inserts, undone newest first: nothing is left of them, and repeated they give the same rows."""
+        """Two inserts, undone newest first: nothing is left of them, and repeated they give the same rows.
+
+        Splits stay, though: where the second insert split what the first had filled, the repeated first one finds other
+        free lists, and its rows are only required to be right (checked by what follows).
+        """
         victims = np.array(list(self.model)[:erased], dtype=np.int64)
         for table in (self.table, self.twin):
             table.erase(victims)
         for key in victims.tolist():
             del self.model[key], self.rows[key]
         first, second = draw(batch), draw(more)
-        traces = []
+        traces, split = [], []
         for table in (self.table, self.twin, self.table):
             rows, born = table.insert_born(first)
+            partitions = table.stats()["partitions"]
             rows_more, born_more = table.insert_born(second)
             traces.append((rows, rows_more))
+            split.append(table.stats()["partitions"] > partitions)
             table.check()
             table.unborn(second[born_more == 1])
             table.unborn(first[born == 1])
             assert len(table) == len(self.model)
-        for rows, rows_more in traces[1:]:
+        for rows, rows_more in traces[1:2] if split[0] else traces[1:]:
             assert np.array_equal(rows, traces[0][0]) and np.array_equal(rows_more, traces[0][1])
 
     @rule(seed=st.integers(0, 2**32 - 1))
@@ -242,4 +248,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=60, stateful_step_count=40)
+# Fewer where the profile says so: under the sanitizers everything is many times slower.
+TestTableMachine.settings = settings(
+    max_examples=min(60, settings().max_examples), stateful_step_count=min(40, settings().stateful_step_count)
+)

@@ -333,7 +333,7 @@ static void ec_table_free_row(ec_table *t, uint64_t hash, int64_t row)
     ec_partition_push(t, p, ec_table_local(t, row));
 }
 
-/* Undo of an insert, newest first: the next inserts get the same row indexes again. */
+/* Undo of an insert, newest first: the next inserts get the same row indexes again, unless a partition was split since. */
 static void ec_table_unborn(ec_table *t, int64_t key, uint64_t hash, int64_t row)
 {
     ec_partition *p = ec_table_partition(t, hash);

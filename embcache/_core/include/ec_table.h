@@ -333,7 +333,9 @@ static void ec_table_free_row(ec_table *t, uint64_t hash, int64_t row)
     ec_partition_push(t, p, ec_table_local(t, row));
 }
 
-/* Undo of an insert, newest first: the next inserts get the same row indexes again, unless a partition was split since. */
+/* Undo of an insert, newest first: the next inserts get the same row indexes again, unless a partition was split since.
+ * A local that came from the free list and is the partition's last is counted down all the same; its extent may then be
+ * given up, and the next inserts get the same place in another extent. */
 static void ec_table_unborn(ec_table *t, int64_t key, uint64_t hash, int64_t row)
 {
     ec_partition *p = ec_table_partition(t, hash);

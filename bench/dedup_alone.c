@@ -1,4 +1,4 @@
-/* The planner's de-duplication by itself: the phases of ec_dedup.h as swap.pyx runs them for one large table, with and
+/* The planner's de-duplication by itself: what swap.pyx runs of ec_dedup.h for one large table, with and
  * without the occurrence lists (CSR), so that they can be told apart from the rest of a plan. */
 #include <stdlib.h>
 #include <string.h>
@@ -28,6 +28,22 @@ void dedup_delete(void *work)
     free(w);
 }
 
+/* One thread: the plain way, as ec_dedup_plain(), which cannot leave the occurrence lists out. */
+static int64_t dedup_plain(ec_work *w, int csr)
+{
+    ec_dedup_call *call = w->calls;
+    if (csr)
+        return ec_dedup_plain(call, w->dedup) == EC_OK ? call->unique : -1;
+    if (ec_dedup_begin(w->dedup, call->n) != EC_OK)
+        return -1;
+    call->unique = ec_dedup_run(w->dedup, call->seed, 0, call->keys, 1, call->n, call->ids, 1, call->first, call->counts);
+    for (int64_t i = 0; i < call->n; i++)
+        call->inverse[i] = call->ids[i];
+    for (int64_t id = 0; id < call->unique; id++)
+        call->unique_keys[id] = call->keys[call->first[id]];
+    return call->unique;
+}
+
 /* Number of unique keys, or -1: out of memory, or a batch so small that the engine would not cut it. */
 int64_t dedup_run(void *work, const int64_t *keys, int64_t n, int csr, int threads)
 {
@@ -35,9 +51,12 @@ int64_t dedup_run(void *work, const int64_t *keys, int64_t n, int csr, int threa
     const int64_t offsets[2] = {0, n};
     free(w->out.front);
     w->out.front = NULL;
-    if (n < EC_DEDUP_LARGE || ec_work_begin(w, keys, offsets, NULL, 1) != EC_OK)
+    if (n < EC_DEDUP_LARGE || ec_work_begin(w, keys, offsets, NULL, 1, threads) != EC_OK)
         return -1;
-    ec_dedup_call *call = w->large = w->calls;
+    if (w->plain.size > 0)
+        return dedup_plain(w, csr);
+    ec_dedup_call *call = w->cut = w->calls;
+    w->dedup_status = EC_OK;
     ec_parallel_for(ec_phase_block_count_parts, w, call->blocks, threads);
     ec_dedup_layout(call);
     ec_parallel_for(ec_phase_block_scatter, w, call->blocks, threads);
@@ -49,7 +68,7 @@ int64_t dedup_run(void *work, const int64_t *keys, int64_t n, int csr, int threa
     ec_dedup_sum(call);
     ec_parallel_for(ec_phase_block_inverse, w, call->blocks, threads);
     if (csr)
-        ec_parallel_for(ec_phase_part_order, w, EC_PARTS, threads);
+        ec_parallel_for(ec_phase_range_order, w, EC_RANGES, threads);
     return call->unique;
 }
 

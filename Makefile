@@ -45,8 +45,10 @@ lint: $(READY)  ## ruff, mypy, cython-lint
 sanitize: $(READY)  ## the torch-free tests on a checked core with ASan and UBSan
 	PYTHON=$(PYTHON) tools/sanitize.sh
 
-bench: $(READY)  ## pytest-benchmark: our figures, and peers in the same run
-	$(ISOLATED) -m pytest bench --benchmark-only $(PYTEST_ARGS)
+bench: $(READY)  ## our figures and peers' in the same run; writes bench/report.md (with PYTEST_ARGS: below build/)
+	rm -f build/bench/outcomes.jsonl
+	$(ISOLATED) -m pytest bench --benchmark-only --bench-outcomes build/bench/outcomes.jsonl $(PYTEST_ARGS)
+	$(PYTHON) bench/report.py build/bench/outcomes.jsonl --to $(if $(PYTEST_ARGS),build/bench/report.md,bench/report.md)
 
 soak: $(READY)  ## state machines and promises on new random examples, SOAK times as many (20)
 	EMBCACHE_SOAK=$(SOAK) $(ISOLATED) -m pytest tests/promises tests/property --timeout=36000 $(PYTEST_ARGS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,15 @@ import pytest
 import torch
 
 from race import Outcome, Race
-from standings import lines, markdown
+from standings import lines
 
 OUTCOMES: list[Outcome] = []
 PATIENCE = [60.0]  # seconds that the session may spend waiting for a quiet machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The report's path; sizes come from BENCH_ROWS."""
-    parser.addoption("--bench-report", type=Path, default=None, help="also write the table to this Markdown file")
+    """Where outcomes go; sizes come from BENCH_ROWS."""
+    parser.addoption("--bench-outcomes", type=Path, default=None, help="add the outcomes to this file, for report.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def rows() -> int:
     """Keys of a table in the benches of find, look-up and insert."""
-    return int(os.environ.get("BENCH_ROWS", "1000000"))
+    return int(os.environ.get("BENCH_ROWS", "10000000"))
 
 
 @pytest.fixture
@@ -59,13 +61,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the table, and write it where asked."""
+    """Print the table, and add the outcomes to the file that was asked for."""
     if not OUTCOMES:
         return
     terminalreporter.section("ours and peers")
     for line in lines(OUTCOMES):
         terminalreporter.write_line(line)
-    path = config.getoption("--bench-report")
+    path = config.getoption("--bench-outcomes")
     if path is not None:
-        path.write_text(markdown(OUTCOMES))
-        terminalreporter.write_line(f"written to {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(json.dumps(asdict(outcome)) + "\n" for outcome in OUTCOMES)

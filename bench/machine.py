@@ -8,7 +8,7 @@ import resource
 import time
 from pathlib import Path
 
-__all__ = ["LoadMeter", "facts", "wait_until_quiet"]
+__all__ = ["LoadMeter", "available_bytes", "facts", "is_quiet", "wait_until_quiet"]
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 QUIET_SHARE = 0.10  # of one CPU; more than this in other processes makes a round suspect
@@ -57,6 +57,12 @@ def wait_until_quiet(at_most_s: float) -> float:
         waited = time.perf_counter() - began
         if others <= QUIET_SHARE * wall or waited >= at_most_s:
             return max(0.0, waited - 0.25)
+
+
+def available_bytes() -> int:
+    """Memory that may be used without swapping, in bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def _huge_pages() -> str:

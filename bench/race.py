@@ -28,6 +28,7 @@ __all__ = [
     "PeerOutcome",
     "Race",
     "Unit",
+    "outcome_from",
     "quartiles",
 ]
 
@@ -130,6 +131,12 @@ class Outcome:
     load: float
     rounds: int
     peers: list[PeerOutcome] = field(default_factory=list)
+
+
+def outcome_from(fields: dict[str, Any]) -> Outcome:
+    """The outcome that `dataclasses.asdict` made these fields of."""
+    peers = [PeerOutcome(**{**peer, "ratios": tuple(peer["ratios"])}) for peer in fields["peers"]]
+    return Outcome(**{**fields, "unit": Unit(**fields["unit"]), "peers": peers})
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""The one table that the session ends with, for the terminal and as Markdown."""
+"""The table that a session ends with: cases, peers, ratios and their geometric means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from machine import QUIET_SHARE, facts
 from race import Outcome
 
-__all__ = ["lines", "markdown"]
+__all__ = ["HEADINGS", "NOTE", "cells", "lines", "means"]
 
 HEADINGS = ("case", "threads", "ours", "peer", "peer's", "ratio", "spread")
 NOTE = (
@@ -17,7 +17,8 @@ NOTE = (
 )
 
 
-def _rows(outcomes: Iterable[Outcome]) -> list[tuple[str, ...]]:
+def cells(outcomes: Iterable[Outcome]) -> list[tuple[str, ...]]:
+    """Rows under `HEADINGS`, a row a peer."""
     rows = []
     for outcome in outcomes:
         mark = "*" if outcome.load > QUIET_SHARE else ""
@@ -42,35 +43,27 @@ def _rows(outcomes: Iterable[Outcome]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _means(outcomes: Iterable[Outcome]) -> list[str]:
+def means(outcomes: Iterable[Outcome]) -> list[str]:
     """Geometric means over the cases of a group, for each peer that ran in more than one."""
-    cells: dict[tuple[str, int, str], list[float]] = {}
+    ratios_of: dict[tuple[str, int, str], list[float]] = {}
     for outcome in outcomes:
         for peer in outcome.peers:
             if not peer.reason:
-                cells.setdefault((outcome.group, outcome.threads, peer.name), []).append(peer.ratios[1])
+                ratios_of.setdefault((outcome.group, outcome.threads, peer.name), []).append(peer.ratios[1])
     return [
         f"{group}, {threads} thread{'s' if threads > 1 else ''}, against {name}: geometric mean {statistics.geometric_mean(ratios):.2f}x, "
         f"least {min(ratios):.2f}x ({len(ratios)} cases)"
-        for (group, threads, name), ratios in cells.items()
+        for (group, threads, name), ratios in ratios_of.items()
         if len(ratios) > 1
     ]
 
 
 def lines(outcomes: list[Outcome]) -> list[str]:
     """The table for a terminal."""
-    table = [HEADINGS, *_rows(outcomes)]
+    table = [HEADINGS, *cells(outcomes)]
     widths = [max(len(row[column]) for row in table) for column in range(len(HEADINGS) - 1)]
     body = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in table
     ]
-    return [*facts(), "", body[0], "-" * len(body[0]), *body[1:], "", *_means(outcomes), "", NOTE]
-
-
-def markdown(outcomes: list[Outcome]) -> str:
-    """The same as a Markdown page."""
-    table = ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
-    table += ["| " + " | ".join(row) + " |" for row in _rows(outcomes)]
-    means = [f"- {line}" for line in _means(outcomes)]
-    return "\n".join(["# Bench report", "", *(f"{fact}  " for fact in facts()), "", *table, "", *means, "", NOTE, ""])
+    return [*facts(), "", body[0], "-" * len(body[0]), *body[1:], "", *means(outcomes), "", NOTE]

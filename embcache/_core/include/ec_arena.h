@@ -2,7 +2,8 @@
  *
  * Element r of an arena is found by shifts: segment sizes are log-linear, 8 segments for each doubling, so the last
  * segment is at most 1/8 of what lies before it (beyond the first few) and no table of sizes is needed. The first
- * segments are about 64 KiB, so a small table costs little; the largest are about 1 GiB.
+ * segments are about 64 KiB, so a small table costs little; the largest are about 1 GiB. A segment is anonymous memory,
+ * or a range of the backing's file.
  *
  * Thread safety: any number of readers of elements below `rows`, or one caller that grows.
  */
@@ -13,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ec_backing.h"
 #include "ec_memory.h"
 #include "ec_status.h"
 
@@ -28,6 +30,7 @@ typedef struct ec_arena {
     int shift;             /* the first segments hold 1 << shift elements */
     int growth;            /* the largest hold 1 << (shift + growth) */
     size_t bytes;          /* mapped */
+    ec_backing *backing;   /* NULL: anonymous memory */
 } ec_arena;
 
 static void ec_arena_init(ec_arena *arena, int64_t stride)
@@ -85,15 +88,32 @@ static void ec_arena_truncate(ec_arena *arena, int64_t segment_count)
     while (arena->segment_count > segment_count) {
         int64_t last = arena->segment_count - 1;
         size_t bytes = ec_arena_segment_bytes(arena, last);
-        munmap(arena->segments[last], bytes);
+        if (arena->backing == NULL)
+            munmap(arena->segments[last], bytes);
+        else
+            ec_backing_free(arena->backing, arena->segments[last], bytes);
         arena->bytes -= bytes;
         arena->rows -= ec_arena_segment_rows(arena, last);
         arena->segment_count = last;
     }
 }
 
-/* Map zeroed segments until `rows` elements are covered. EC_NOMEM leaves the arena as it was.
- * The caller has asked ec_memory_allows for everything that it is about to map. */
+/* A zeroed block for a segment: EC_OK, EC_NOMEM or EC_DISK. */
+static int ec_arena_map(ec_arena *arena, size_t bytes, char **at)
+{
+    if (arena->backing == NULL) {
+        *at = (char *)ec_map(bytes);
+        return *at == NULL ? EC_NOMEM : EC_OK;
+    }
+    void *block = NULL;
+    size_t held;
+    const int status = ec_backing_alloc(arena->backing, bytes, &block, &held);
+    *at = (char *)block;
+    return status;
+}
+
+/* Map zeroed segments until `rows` elements are covered. EC_NOMEM and EC_DISK leave the arena as it was.
+ * For anonymous memory the caller has asked ec_memory_allows for everything that it is about to map. */
 static int ec_arena_reserve(ec_arena *arena, int64_t rows)
 {
     int64_t before = arena->segment_count;
@@ -110,10 +130,11 @@ static int ec_arena_reserve(ec_arena *arena, int64_t rows)
             arena->segment_slots = slots;
         }
         size_t bytes = ec_arena_segment_bytes(arena, segment);
-        char *at = (char *)ec_map(bytes);
-        if (at == NULL) {
+        char *at;
+        const int status = ec_arena_map(arena, bytes, &at);
+        if (status != EC_OK) {
             ec_arena_truncate(arena, before);
-            return EC_NOMEM;
+            return status;
         }
         arena->segments[segment] = at;
         arena->segment_count = segment + 1;

@@ -17,8 +17,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "ec_backing.h"
 #include "ec_hash.h"
-#include "ec_memory.h"
 #include "ec_status.h"
 
 #define EC_BUCKET_KEYS 5
@@ -42,18 +42,26 @@ typedef struct ec_index {
     int64_t grow_at; /* keys that fit: 3/4 of the places */
     uint64_t seed;
     size_t bytes; /* memory held */
+    ec_backing *backing; /* where the buckets lie; NULL: anonymous memory */
 } ec_index;
 
-static void ec_index_init(ec_index *index, uint64_t seed)
+/* What the bytes of the buckets mean, for those who find them in a file: a new number with every change of the layout, of
+ * the hash that chooses a bucket, or of the numbers beside the buckets. */
+#define EC_INDEX_LAYOUT 1
+
+static void ec_index_init_in(ec_index *index, uint64_t seed, ec_backing *backing)
 {
     memset(index, 0, sizeof *index);
     index->seed = seed;
+    index->backing = backing;
 }
+
+static void ec_index_init(ec_index *index, uint64_t seed) { ec_index_init_in(index, seed, NULL); }
 
 static void ec_index_free(ec_index *index)
 {
-    ec_block_free(index->buckets, index->bytes);
-    ec_index_init(index, index->seed);
+    ec_backing_free(index->backing, index->buckets, index->bytes);
+    ec_index_init_in(index, index->seed, index->backing);
 }
 
 static inline uint64_t ec_index_home(const ec_index *index, uint64_t hash)
@@ -165,16 +173,18 @@ static inline uint64_t ec_index_buckets_for(int64_t keys)
     return count < 4 ? 4 : count;
 }
 
-/* Move to exactly `bucket_count` buckets, which must hold the keys. EC_NOMEM leaves the index as it was. */
+/* Move to exactly `bucket_count` buckets, which must hold the keys. EC_NOMEM and EC_DISK leave the index as it was. */
 static int ec_index_resize(ec_index *index, uint64_t bucket_count)
 {
     ec_index wider;
-    ec_index_init(&wider, index->seed);
+    void *buckets = NULL;
+    ec_index_init_in(&wider, index->seed, index->backing);
     if (bucket_count > SIZE_MAX / sizeof(ec_bucket))
         return EC_NOMEM;
-    wider.buckets = (ec_bucket *)ec_block_alloc((size_t)bucket_count * sizeof(ec_bucket), &wider.bytes);
-    if (wider.buckets == NULL)
-        return EC_NOMEM;
+    const int status = ec_backing_alloc(index->backing, (size_t)bucket_count * sizeof(ec_bucket), &buckets, &wider.bytes);
+    if (status != EC_OK)
+        return status;
+    wider.buckets = (ec_bucket *)buckets;
     wider.bucket_count = bucket_count;
     wider.grow_at = ec_index_room(bucket_count);
     for (uint64_t at = 0; at < index->bucket_count; ++at) {
@@ -184,7 +194,7 @@ static int ec_index_resize(ec_index *index, uint64_t bucket_count)
             ec_index_insert(&wider, bucket->keys[place], ec_hash(bucket->keys[place]), bucket->vals[place]);
         }
     }
-    ec_block_free(index->buckets, index->bytes);
+    ec_backing_free(index->backing, index->buckets, index->bytes);
     *index = wider;
     return EC_OK;
 }

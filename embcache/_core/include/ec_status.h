@@ -17,7 +17,8 @@ enum {
     EC_CAPACITY = -3, /* too few device slots; nothing changed */
     EC_CLOSED = -4,   /* the object was closed */
     EC_STATE = -5,    /* called out of order */
-    EC_BROKEN = -6    /* an invariant does not hold: our own mistake */
+    EC_BROKEN = -6,   /* an invariant does not hold: our own mistake */
+    EC_DISK = -7      /* the file system refused; nothing changed, and the backing knows why */
 };
 
 #ifdef EC_CHECKED

@@ -71,6 +71,7 @@ typedef struct ec_table {
     uint64_t version; /* changes with every change of content */
     ec_init init;
     float *initial_state; /* state_dim floats, or NULL for zeros */
+    ec_backing *backing;  /* where columns and indexes lie; NULL: anonymous memory */
     pthread_rwlock_t lock;
 } ec_table;
 
@@ -207,7 +208,7 @@ static inline void ec_table_columns(ec_table *t, ec_arena *columns[EC_COLUMNS])
     columns[5] = t->with_filter ? &t->timestamps : NULL;
 }
 
-/* Map every column up to `rows` rows, or none further: EC_NOMEM leaves them as they were. */
+/* Map every column up to `rows` rows, or none further: EC_NOMEM and EC_DISK leave them as they were. */
 static int ec_table_map_rows(ec_table *t, int64_t rows)
 {
     ec_arena *columns[EC_COLUMNS];
@@ -219,17 +220,18 @@ static int ec_table_map_rows(ec_table *t, int64_t rows)
     for (int i = 0; i < EC_COLUMNS; ++i)
         if (columns[i] != NULL)
             missing += ec_arena_missing(columns[i], rows);
-    if (!ec_memory_allows(missing))
+    if (t->backing == NULL && !ec_memory_allows(missing))
         return EC_NOMEM;
     for (int i = 0; i < EC_COLUMNS; ++i) {
         if (columns[i] == NULL)
             continue;
         before[i] = columns[i]->segment_count;
-        if (ec_arena_reserve(columns[i], rows) != EC_OK) {
+        const int status = ec_arena_reserve(columns[i], rows);
+        if (status != EC_OK) {
             while (i-- > 0)
                 if (columns[i] != NULL)
                     ec_arena_truncate(columns[i], before[i]);
-            return EC_NOMEM;
+            return status;
         }
     }
     t->row_limit = rows;
@@ -374,17 +376,20 @@ static int ec_table_split(ec_table *t, int64_t which)
     /* Room for an eighth more than there is: a half that had to grow at its next insert would be copied twice. */
     const int64_t lower_keys = p->index.size - upper_keys;
     ec_index lower, upper;
-    ec_index_init(&lower, p->index.seed);
-    ec_index_init(&upper, p->index.seed);
+    ec_index_init_in(&lower, p->index.seed, t->backing);
+    ec_index_init_in(&upper, p->index.seed, t->backing);
     ec_partition q = *p;
     q.extents = NULL;
     q.extent_slots = p->extent_count;
-    if (ec_index_reserve(&lower, lower_keys + lower_keys / 8 + limbo_from - upper_limbo) != EC_OK ||
-        ec_index_reserve(&upper, upper_keys + upper_keys / 8 + upper_limbo) != EC_OK ||
-        (p->extent_count > 0 && ec_grow_u32(&q.extents, q.extent_slots) != EC_OK)) {
+    int status = ec_index_reserve(&lower, lower_keys + lower_keys / 8 + limbo_from - upper_limbo);
+    if (status == EC_OK)
+        status = ec_index_reserve(&upper, upper_keys + upper_keys / 8 + upper_limbo);
+    if (status == EC_OK && p->extent_count > 0)
+        status = ec_grow_u32(&q.extents, q.extent_slots);
+    if (status != EC_OK) {
         ec_index_free(&lower);
         ec_index_free(&upper);
-        return EC_NOMEM;
+        return status;
     }
     for (uint64_t at = 0; at < p->index.bucket_count; ++at) {
         const ec_bucket *bucket = p->index.buckets + at;

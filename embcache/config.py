@@ -7,8 +7,8 @@ no later stage has to look at it again.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import ConfigError, whole_number
@@ -390,7 +390,7 @@ class TableConfig:
     seed: int = field(default=0, kw_only=True)
     hbm_rows: int | None = field(default=None, kw_only=True)
     admit_and_evict: AdmitAndEvictConfig | None = field(default=None, kw_only=True)
-    directory: str | Path | None = field(default=None, kw_only=True)
+    directory: str | os.PathLike[str] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -471,12 +471,14 @@ class CpuBackend:
 
 def _host(values: Any) -> Any:
     """NumPy view of a tensor's memory; NumPy arrays as they are; anything else for the kernels to refuse."""
-    return values.detach().numpy() if isinstance(values, Tensor) and values.device.type == "cpu" else values
+    if not isinstance(values, Tensor) or not values.is_cpu:
+        return values
+    return values.detach().numpy() if values.requires_grad else values.numpy()
 
 
 def _read(values: Any) -> Any:
     """As `_host`, for values that are only read: a strided tensor, such as the gradient of a sum, is copied."""
-    return _host(values.detach().contiguous() if isinstance(values, Tensor) else values)
+    return _host(values.contiguous() if isinstance(values, Tensor) else values)
 
 
 # --------------------------------------------------------------------------------------------------- any torch device

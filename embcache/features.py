@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from ._core.batch import lengths_fit
 from .errors import ShapeError
 
 __all__ = ["JaggedFeatures", "JaggedTensor", "KeyedTensor", "as_jagged_features"]
@@ -73,21 +74,23 @@ def _as_int64(owner: str, name: str, value: Any) -> torch.Tensor:
 def check_lengths(owner: str, lengths: np.ndarray, value_count: int) -> None:
     """Raise `ShapeError` unless `lengths` are >= 0 and sum to `value_count`.
 
-    The maximum is checked besides the sum, so that lengths near 2**63 cannot wrap round to the right sum.
+    Lengths near 2**63 that would wrap round to the right sum do not pass.
     """
-    if lengths.size == 0:
-        total = 0
-    else:
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0:
-            raise ShapeError(f"{owner}: lengths[{int(lengths.argmin())}] = {low}; a length is >= 0")
-        if high > value_count:
-            raise ShapeError(
-                f"{owner}: lengths[{int(lengths.argmax())}] = {high}, but there are {value_count} values in all"
-            )
-        total = int(lengths.sum())
-    if total != value_count:
-        raise ShapeError(f"{owner}: lengths sum to {total}, but there are {value_count} values; they must agree")
+    if not lengths_fit(lengths, value_count):
+        refuse_lengths(owner, lengths, value_count)
+
+
+def refuse_lengths(owner: str, lengths: np.ndarray, value_count: int) -> NoReturn:
+    """Raise the `ShapeError` of `check_lengths` for lengths that do not fit."""
+    low, high = int(lengths.min(initial=0)), int(lengths.max(initial=0))
+    if low < 0:
+        raise ShapeError(f"{owner}: lengths[{int(lengths.argmin())}] = {low}; a length is >= 0")
+    if high > value_count:
+        raise ShapeError(
+            f"{owner}: lengths[{int(lengths.argmax())}] = {high}, but there are {value_count} values in all"
+        )
+    total = int(lengths.sum())
+    raise ShapeError(f"{owner}: lengths sum to {total}, but there are {value_count} values; they must agree")
 
 
 class JaggedFeatures:

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._core.batch import batch_offsets
 from .config import TableConfig
 from .errors import ConfigError, ShapeError
-from .features import JaggedFeatures, check_lengths
+from .features import JaggedFeatures, check_lengths, refuse_lengths
 
 __all__ = ["DimGroup", "FlatBatch", "TableLayout"]
 
@@ -201,12 +202,14 @@ class TableLayout:
         size = batch.batch_size
         values, lengths = _host(batch.values()), _host(batch.lengths())
         # Checked at construction too, but tensors can change since, and kernels index by these numbers.
-        check_lengths("batch", lengths, values.size)
-        bags = lengths.reshape(len(batch._keys), size)
+        if lengths.size != len(batch._keys) * size:
+            raise ShapeError(f"batch: {lengths.size} lengths for {len(batch._keys)} features of {size} examples")
         timestamps = batch.timestamps_or_none()
         stamps = None if timestamps is None else _host(timestamps)
         weights = batch.weights_or_none()
         if not identical:
+            check_lengths("batch", lengths, values.size)
+            bags = lengths.reshape(len(batch._keys), size)
             counts = bags.sum(axis=1)
             edges = np.concatenate(([0], np.cumsum(counts)))
             slices = [slice(edges[f], edges[f + 1]) for f in source]
@@ -216,14 +219,15 @@ class TableLayout:
                 # A split's backward is one concatenation; a slice each would pad a full-length gradient each.
                 pieces = torch.split(weights, counts.tolist())
                 weights = torch.cat([pieces[f] for f in source])
-            bags = bags[source]
-        bag_offsets = np.empty(bags.size + 1, dtype=np.int64)
-        bag_offsets[0] = 0
-        np.cumsum(bags.reshape(-1), out=bag_offsets[1:])
+            lengths = bags[source].reshape(-1)
+        offsets = batch_offsets(lengths, self._first_column * size, values.size)
+        if offsets is None:
+            refuse_lengths("batch", lengths, values.size)
+        bag_offsets, table_offsets = offsets
         return FlatBatch(
             batch_size=size,
             keys=values,
-            table_offsets=bag_offsets[self._first_column * size],
+            table_offsets=table_offsets,
             bag_offsets=bag_offsets,
             timestamps=stamps,
             weights=weights,
@@ -240,5 +244,5 @@ def _features_of(table: TableConfig) -> list[str]:
 
 def _host(tensor: torch.Tensor) -> np.ndarray:
     """An integer tensor's values in host memory, without a copy where they are there."""
-    values: np.ndarray = (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
+    values: np.ndarray = (tensor if tensor.is_cpu else tensor.cpu()).numpy()
     return values

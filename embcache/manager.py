@@ -111,14 +111,13 @@ class EmbCacheManager:
         growing = budget is None and self.backend.direct
         limits = [(table.num_embeddings or MAX_SLOTS) if growing and table.hbm_rows is None else 0 for table in configs]
         self._slots, self._slot_limits = np.array(capacities), np.maximum(limits, capacities)
-        self._growing = bool((self._slots < self._slot_limits).any())
+        self._growing = bool(self._growable().any())
         self.host_tables = [self._make_table(table) for table in configs]
         self.planner = self._make_planner(capacities)
         self.buffer = HbmBuffer(self.layout, optimizer, self.backend, capacities)
         self.planner.set_bases(self.buffer.bases)
         self.door = Door(self.planner)
         self._past: list[dict[str, int]] = [dict.fromkeys(COUNTERS, 0) for _ in configs]
-        self._unique_sums = np.zeros(len(configs), dtype=np.int64)
         self._abandoned: list[SwapInfo] = []
         self._movable: weakref.WeakValueDictionary[int, SwapInfo] = weakref.WeakValueDictionary()  # by step
         self._on_shift: weakref.WeakMethod[Any] | None = None
@@ -164,6 +163,11 @@ class EmbCacheManager:
         self._hbm_bytes = int(self.backend.free_memory() * FREE_MEMORY_SHARE)
         return split_budget(configs, self.spec, self._hbm_bytes, self._shares())
 
+    def _growable(self) -> np.ndarray:
+        """Whether each table may have more slots, bool (tables,)."""
+        growable: np.ndarray = self._slots < self._slot_limits
+        return growable
+
     def _grow(self, wanted: np.ndarray) -> bool:
         """Raise capacities towards `wanted` as far as limits and free memory allow; returns whether any grew."""
         old, old_bases = self._slots, self.buffer.bases
@@ -194,7 +198,7 @@ class EmbCacheManager:
             self.buffer.narrow(reached)
             self.planner.set_bases(self.buffer.bases)
             self._slots = np.array(reached)
-            self._growing = bool((self._slots < self._slot_limits).any())
+            self._growing = bool(self._growable().any())
             self._shift_slots(self.buffer.bases - old_bases)
             self.door.changes += 1
         return not np.array_equal(self._slots, old)
@@ -271,10 +275,12 @@ class EmbCacheManager:
         # A queue is drained by a worker that needs the lock, so waiting for it must happen outside.
         info = self.plan(batch) if self._queued else None
         with self.door:
-            info = self._plan(batch) if info is None else info
+            if info is None:
+                info = self._plan_flat(self.layout.flatten(as_jagged_features(batch)))
             try:
-                self.swap_out(info)
-                self.swap_in(info)
+                self._complete_abandoned()
+                self._swap_out(info.plan)
+                self._swap_in(info.plan)
                 self.let_slots_move(info)
             except BaseException:
                 self.abandon(info)
@@ -284,23 +290,27 @@ class EmbCacheManager:
     def _plan(self, batch: Any) -> SwapInfo:
         flat = self.layout.flatten(as_jagged_features(batch))
         with self.door:
-            self._complete_abandoned()
-            plan = self._plan_with_room(flat)
-            self._unique_sums += plan.unique_offsets[1:] - plan.unique_offsets[:-1]
-            self.door.changes += 1
-            return SwapInfo(self, plan, flat)
+            return self._plan_flat(flat)
+
+    def _plan_flat(self, flat: FlatBatch) -> SwapInfo:
+        """Plan a flattened batch, inside the door."""
+        self._complete_abandoned()
+        plan = self._plan_with_room(flat)
+        self.door.changes += 1
+        return SwapInfo(self, plan, flat)
 
     def _plan_with_room(self, flat: FlatBatch) -> Plan:
         """Plan; where the buffer may grow, see first that the batch and a few like it fit beside the residents."""
         if not self._growing:
             return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
-        growable = self._slots < self._slot_limits
         alone = not self.planner.outstanding
         try:
             plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
+            if plan.misses == 0 and plan.num_uniques * self._headroom <= self._slots.min():
+                return plan  # nothing left, and there is room: by far the most frequent case once a buffer has grown
         except HbmCapacityError as error:
             if not self._can_grow():
-                if not growable[self.layout.index_of[error.table]]:
+                if not self._growable()[self.layout.index_of[error.table]]:
                     raise
                 message = (
                     f"{error} (the buffer can grow, but only while no plan is outstanding: finish the earlier plans first, which backward "
@@ -316,7 +326,7 @@ class EmbCacheManager:
             return self._plan_with_room(flat)
         uniques = np.diff(plan.unique_offsets)
         short = (np.diff(plan.swap_out_offsets) > 0) | (uniques * self._headroom > self._slots)
-        if not alone or not (short & growable).any():
+        if not alone or not (short & self._growable()).any():
             return plan
         wanted = self._wanted(uniques, plan.table_misses)
         self.planner.cancel(plan)
@@ -366,7 +376,6 @@ class EmbCacheManager:
         plan = self._own(info)
         with self.door:
             self.planner.cancel(plan)
-            self._unique_sums -= np.diff(plan.unique_offsets)
             self.door.changes += 1
 
     def swap_out(self, info: SwapInfo) -> None:
@@ -396,13 +405,15 @@ class EmbCacheManager:
 
     def _swap_out(self, plan: Plan) -> None:
         self._check_turn(plan, "planned")
-        self._move(self.buffer.swap_out, plan.swap_out_rows, plan.swap_out_slots, plan.swap_out_offsets)
+        if plan.misses:  # no row leaves but for one that comes in
+            self._move(self.buffer.swap_out, plan.swap_out_rows, plan.swap_out_slots, plan.swap_out_offsets)
         self.planner.mark_swapped_out(plan)
         self.door.changes += 1
 
     def _swap_in(self, plan: Plan) -> None:
         self._check_turn(plan, "swapped_out")
-        self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
+        if plan.misses:
+            self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
         self.planner.mark_swapped_in(plan)
         self.door.changes += 1
 
@@ -573,9 +584,12 @@ class EmbCacheManager:
                 raise self._between_steps("rebalance")
             if self._hbm_bytes is None:
                 return
+            uniques = [
+                sum(now[name] + past[name] for name in ("hits", "misses", "rejected"))
+                for now, past in zip(self.planner.stats(), self._past, strict=True)
+            ]
             shares = [
-                table.embedding_dim * (1 + int(count))
-                for table, count in zip(self.layout.tables, self._unique_sums, strict=True)
+                table.embedding_dim * (1 + count) for table, count in zip(self.layout.tables, uniques, strict=True)
             ]
             capacities = split_budget(self.layout.tables, self.spec, self._hbm_bytes, shares)
             if capacities != self.buffer.capacities:

@@ -34,6 +34,8 @@ def _snapshot(value: Any) -> Any:
 
     A tensor that is not one number on a real device is left as it is, for the spec to refuse.
     """
+    if type(value) is float:  # the ordinary case, at every backward
+        return value
     if isinstance(value, (list, tuple)):
         return tuple(_snapshot(item) for item in value)
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -82,6 +84,7 @@ class EmbOptimizer(torch.optim.Optimizer):
         self._on_step = on_step
         self._sealed = False
         self._checked: tuple[tuple[Any, ...], OptimizerSpec] | None = None
+        self._rule: tuple[OptimizerSpec, int, UpdateRule] | None = None  # of an earlier call
         # torch.optim insists on a parameter. This one has no elements; it is where the step count hangs.
         self._anchor = torch.empty(0, device="cpu")
         defaults: dict[str, Any] = {name: getattr(spec, name) for name in self._names}
@@ -103,13 +106,14 @@ class EmbOptimizer(torch.optim.Optimizer):
             One of them is missing or not allowed (a negative or NaN learning rate, for example).
         """
         group = self.param_groups[0]
-        missing = [name for name in self._names if name not in group]
-        if missing:
-            raise ConfigError(
-                f"ebc.optimizer.param_groups[0] has no {missing[0]!r}; set it, for example to {getattr(self._spec, missing[0])!r}"
-            )
         # A learning rate may be a tensor that is changed in place: compare its value, never its identity.
-        values = tuple(_snapshot(group[name]) for name in self._names)
+        try:
+            values = tuple([_snapshot(group[name]) for name in self._names])
+        except KeyError as error:
+            (name,) = error.args
+            raise ConfigError(
+                f"ebc.optimizer.param_groups[0] has no {name!r}; set it, for example to {getattr(self._spec, name)!r}"
+            ) from None
         try:
             same = self._checked is not None and bool(self._checked[0] == values)
         except (RuntimeError, ValueError):  # something that has no one truth, as a tensor of two
@@ -130,12 +134,15 @@ class EmbOptimizer(torch.optim.Optimizer):
         ConfigError
             As `current_spec`.
         """
-        spec = self.current_spec()
-        rule = update_rule(spec, step=self.step_count + 1)
+        spec, step = self.current_spec(), self.step_count + 1
+        if self._rule is not None and self._rule[0] is spec and (self._rule[1] == step or spec.kind != "adam"):
+            return self._rule[2]
+        rule = update_rule(spec, step=step)
         if not math.isfinite(rule.lr):  # Adam's bias correction can make it larger
             raise ConfigError(
                 f"ebc.optimizer.param_groups[0]: lr = {spec.lr!r} is infinite in float32 after Adam's bias correction; lower it"
             )
+        self._rule = spec, step, rule
         return rule
 
     def count_update(self) -> None:

@@ -6,13 +6,12 @@ the compiled table. It must never hand out memory of the table: every result is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ._core.digest import hash_strings as _hash_strings
 from ._core.table import Table
@@ -20,6 +19,8 @@ from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal
 from .errors import ChangedError, ClosedError, ConfigError, ShapeError, whole_number
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from ._core.table import TableStats
 
 __all__ = ["EmbTable", "hash_strings", "initializer_spec"]
@@ -233,7 +234,7 @@ class EmbTable:
         dtype: str = "float32",
         initializer: Initializer = DEFAULT_INITIALIZER,
         seed: int = 0,
-        directory: str | Path | None = None,
+        directory: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
     ) -> None:
         if not isinstance(name, str) or not name:

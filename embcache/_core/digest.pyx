@@ -3,6 +3,8 @@
 Owns nothing. `hash_keys` is what vshards and owner ranks derive from; `hash_strings` turns string features into keys.
 """
 
+import os
+
 import numpy as np
 
 from embcache.errors import ShapeError
@@ -49,3 +51,11 @@ def hash_strings(list values not None, uint64_t seed):
             raise ShapeError(f"hash_strings: values[{i}] = {value!r} is a {type(value).__name__}; give str or bytes")
         out[i] = <int64_t>ec_xxh3(data, size, seed)
     return result
+
+
+def random_seed():
+    """64 bits from the operating system, for hashes whose values nobody sees.
+
+    (Not by way of ``secrets``: importing that takes longer than importing this package.)
+    """
+    return int.from_bytes(os.urandom(8), "little")

@@ -14,10 +14,10 @@ Thread safety: every door takes one mutex with the GIL released, and the locks o
 
 import itertools
 import os
-import secrets
 
 import numpy as np
 
+from embcache._core.digest import random_seed
 from embcache.config import AdmitAndEvictConfig
 from embcache.errors import (
     ClosedError,
@@ -59,6 +59,9 @@ cdef enum:
     SMALL_CALL = 8192      # keys below which the pool is not woken
     SCAN_ROWS = 65536      # host rows read at a time
     MAX_CAPACITY = 0x7FFFFFFF
+
+cdef object frombuffer = np.frombuffer
+cdef object int64 = np.int64
 
 _POLICIES = ("lru",)
 _STATES = ("planned", "swapped_out", "swapped_in", "finished", "cancelled")
@@ -182,9 +185,9 @@ cdef class Plan:
         if array is None:
             if items == 0:
                 array = np.empty(0, dtype)
-            else:
-                array = np.frombuffer(block, dtype, items, <char *>at - <char *>(<_Block>block).data)
-            array.flags.writeable = False
+                array.flags.writeable = False
+            else:  # read-only as the block is
+                array = frombuffer(block, dtype, items, <char *>at - <char *>(<_Block>block).data)
             self.arrays[name] = array
         return array
 
@@ -194,31 +197,31 @@ cdef class Plan:
 
     @property
     def inverse(self):
-        return self.view("inverse", self.front, self.out.inverse, self.num_keys, np.int64)
+        return self.view("inverse", self.front, self.out.inverse, self.num_keys, int64)
 
     @property
     def occurrence_order(self):
-        return self.view("occurrence_order", self.front, self.out.order, self.num_keys, np.int64)
+        return self.view("occurrence_order", self.front, self.out.order, self.num_keys, int64)
 
     @property
     def table_offsets(self):
-        return self.view("table_offsets", self.back, self.out.table_offsets, self.tables + 1, np.int64)
+        return self.view("table_offsets", self.back, self.out.table_offsets, self.tables + 1, int64)
 
     @property
     def unique_offsets(self):
-        return self.view("unique_offsets", self.back, self.out.unique_offsets, self.tables + 1, np.int64)
+        return self.view("unique_offsets", self.back, self.out.unique_offsets, self.tables + 1, int64)
 
     @property
     def segment_offsets(self):
-        return self.view("segment_offsets", self.back, self.out.segment_offsets, self.num_uniques + 1, np.int64)
+        return self.view("segment_offsets", self.back, self.out.segment_offsets, self.num_uniques + 1, int64)
 
     @property
     def unique_keys(self):
-        return self.view("unique_keys", self.back, self.out.unique_keys, self.num_uniques, np.int64)
+        return self.view("unique_keys", self.back, self.out.unique_keys, self.num_uniques, int64)
 
     @property
     def slots(self):
-        return self.view("slots", self.back, self.out.slots, self.num_uniques, np.int64)
+        return self.view("slots", self.back, self.out.slots, self.num_uniques, int64)
 
     @property
     def admitted(self):
@@ -226,43 +229,43 @@ cdef class Plan:
 
     @property
     def swap_in_offsets(self):
-        return self.view("swap_in_offsets", self.back, self.out.in_offsets, self.tables + 1, np.int64)
+        return self.view("swap_in_offsets", self.back, self.out.in_offsets, self.tables + 1, int64)
 
     @property
     def swap_in_keys(self):
-        return self.view("swap_in_keys", self.back, self.out.in_keys, self.out.in_offsets[self.tables], np.int64)
+        return self.view("swap_in_keys", self.back, self.out.in_keys, self.out.in_offsets[self.tables], int64)
 
     @property
     def swap_in_slots(self):
-        return self.view("swap_in_slots", self.back, self.out.in_slots, self.out.in_offsets[self.tables], np.int64)
+        return self.view("swap_in_slots", self.back, self.out.in_slots, self.out.in_offsets[self.tables], int64)
 
     @property
     def swap_in_rows(self):
-        return self.view("swap_in_rows", self.back, self.out.in_rows, self.out.in_offsets[self.tables], np.int64)
+        return self.view("swap_in_rows", self.back, self.out.in_rows, self.out.in_offsets[self.tables], int64)
 
     @property
     def swap_out_offsets(self):
-        return self.view("swap_out_offsets", self.back, self.out.out_offsets, self.tables + 1, np.int64)
+        return self.view("swap_out_offsets", self.back, self.out.out_offsets, self.tables + 1, int64)
 
     @property
     def swap_out_keys(self):
-        return self.view("swap_out_keys", self.back, self.out.out_keys, self.out.out_offsets[self.tables], np.int64)
+        return self.view("swap_out_keys", self.back, self.out.out_keys, self.out.out_offsets[self.tables], int64)
 
     @property
     def swap_out_slots(self):
-        return self.view("swap_out_slots", self.back, self.out.out_slots, self.out.out_offsets[self.tables], np.int64)
+        return self.view("swap_out_slots", self.back, self.out.out_slots, self.out.out_offsets[self.tables], int64)
 
     @property
     def swap_out_rows(self):
-        return self.view("swap_out_rows", self.back, self.out.out_rows, self.out.out_offsets[self.tables], np.int64)
+        return self.view("swap_out_rows", self.back, self.out.out_rows, self.out.out_offsets[self.tables], int64)
 
     @property
     def table_hits(self):
-        return self.view("table_hits", self.back, self.out.hits, self.tables, np.int64)
+        return self.view("table_hits", self.back, self.out.hits, self.tables, int64)
 
     @property
     def table_misses(self):
-        return self.view("table_misses", self.back, self.out.misses, self.tables, np.int64)
+        return self.view("table_misses", self.back, self.out.misses, self.tables, int64)
 
     def __repr__(self):
         return f"Plan(step={self.step}, state={self.state!r}, keys={self.num_keys}, uniques={self.num_uniques}, hits={self.hits}, misses={self.misses})"
@@ -333,13 +336,13 @@ cdef class SwapManager:
             if config is not None and not table.with_filter:
                 raise ConfigError(f"table {table.name!r} has a filter but no counters; make it with with_filter=True")
 
-        self.filters = [None if config is None else FeatureFilter(config, secrets.randbits(64)) for config in configs]
+        self.filters = [None if config is None else FeatureFilter(config, random_seed()) for config in configs]
         self.work.tables = count
         self.work.find = table_find
         self.work.bear = table_insert
         self.work.dedup_count = min(self.num_threads, EC_THREADS_MAX)
-        self.work.seed[0] = secrets.randbits(64)
-        self.work.seed[1] = secrets.randbits(64) | 1
+        self.work.seed[0] = random_seed()
+        self.work.seed[1] = random_seed() | 1
         self.work.sides = <ec_side *>calloc(count, sizeof(ec_side))
         self.work.calls = <ec_dedup_call *>calloc(count, sizeof(ec_dedup_call))
         self.overlays = <ec_overlay *>calloc(count, sizeof(ec_overlay))
@@ -352,7 +355,7 @@ cdef class SwapManager:
             side.table = (<Table>self.tables[t]).t
             if self.filters[t] is not None:
                 side.filter = &(<FeatureFilter>self.filters[t]).f
-            if ec_cache_init(&side.cache, capacities[t], secrets.randbits(64)) != EC_OK:
+            if ec_cache_init(&side.cache, capacities[t], random_seed()) != EC_OK:
                 raise _host_memory(f"making {capacities[t]} slots for table {self.tables[t].name!r}")
             side.cache.row_free = ec_side_row_free
             side.cache.table = side.table
@@ -1366,7 +1369,7 @@ def simulate(keys, capacity, policy="lru", lookahead=None):
     """
     cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
     cdef int64_t n = view.shape[0], slots, hits
-    cdef uint64_t seed = secrets.randbits(64)
+    cdef uint64_t seed = random_seed()
     _policy(policy, lookahead)
     most = whole_number(capacity)
     if most is None or most < 1:

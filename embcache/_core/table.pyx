@@ -9,10 +9,10 @@ Thread safety: each door takes the table's reader-writer lock with the GIL relea
 alone, `close` waits for all. The nogil functions take no lock.
 """
 
-import secrets
 
 import numpy as np
 
+from embcache._core.digest import random_seed
 from embcache.errors import ClosedError, ConfigError, ForkError, HostMemoryError, ShapeError, whole_number
 
 from cython cimport final
@@ -555,7 +555,7 @@ cdef class Table:
             if state:
                 state_from = &state_values[0]
         self.num_threads = resolve_threads(num_threads)
-        cdef uint64_t bucket_seed = secrets.randbits(64) if index_seed is None else index_seed & 0xFFFFFFFFFFFFFFFF
+        cdef uint64_t bucket_seed = random_seed() if index_seed is None else index_seed & 0xFFFFFFFFFFFFFFFF
         encoded = name.encode("utf-8", "surrogatepass")
         cdef const char *characters = encoded
         self.t = _create(weights, state, with_filter, split, bucket_seed, state_from)

@@ -50,6 +50,17 @@ except ImportError:
     assert run(code).split("\n") == ["2", "no torch"]
 
 
+def test_importing_the_table_does_not_drag_in_what_it_hardly_uses():
+    """Each of these costs more than the table itself; a worker of a DataLoader pays for it at every start."""
+    code = """
+import sys, numpy
+before = set(sys.modules)
+import embcache.table
+print(*sorted((set(sys.modules) - before) & {"secrets", "random", "hashlib", "pathlib", "urllib.parse", "logging", "numpy.typing"}))
+"""
+    assert run(code) == ""
+
+
 def test_public_names_are_complete_and_documented():
     for name in embcache.__all__:
         assert getattr(embcache, name).__doc__, name

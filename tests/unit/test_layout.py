@@ -99,6 +99,14 @@ def test_i11_lengths_spoiled_after_construction_are_refused():
         layout.flatten(batch)
 
 
+def test_i11_lengths_resized_after_construction_are_refused():
+    layout = TableLayout([TableConfig("x", 4), TableConfig("y", 4)])
+    batch = make_batch()
+    batch.lengths().resize_(5)
+    with pytest.raises(ShapeError, match="5 lengths for 3 features of 2 examples"):
+        layout.flatten(batch)
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [

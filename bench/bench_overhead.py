@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import embcache as ec
-from embcache._core.swap import Plan, SwapManager
+from embcache._core.plan import Plan
+from embcache._core.swap import SwapManager
 from embcache._core.table import Table
 from peers.tables import KhashTable
 from peers.torch_bags import TorchBags

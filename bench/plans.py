@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embcache._core.swap import Plan, SwapManager
+from embcache._core.plan import Plan
+from embcache._core.swap import SwapManager
 from embcache._core.table import Table
 from race import QUERY_SETS
 from samples import Sampler, keys_of

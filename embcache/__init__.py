@@ -42,7 +42,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from ._core.swap import simulate
+    from ._core.simulate import simulate
     from .features import JaggedFeatures, JaggedTensor, KeyedTensor
     from .manager import EmbCacheManager
     from .modules import EmbeddingBagCollection, EmbeddingCollection
@@ -65,7 +65,7 @@ _LAZY = {
     "SwapInfo": "swapinfo",
     "TableView": "view",
     "hash_strings": "table",
-    "simulate": "_core.swap",
+    "simulate": "_core.simulate",
 }
 
 __all__ = [

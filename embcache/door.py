@@ -6,7 +6,8 @@ import os
 import threading
 from collections import deque
 
-from ._core.swap import Plan, SwapManager
+from ._core.plan import Plan
+from ._core.swap import SwapManager
 from .errors import ClosedError, ForkError
 
 __all__ = ["Door"]

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, Plan, SwapManager
+from ._core.plan import Plan
+from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapManager
 from ._core.table import Table
 from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._core.swap import Plan
+from ._core.plan import Plan
 from .devices import Backend, GroupLookup
 from .layout import FlatBatch
 

@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from embcache._core.filter cimport FeatureFilter, ec_filter
+from embcache._core.plan cimport EC_CANCELLED, EC_FINISHED, EC_PLANNED, EC_SWAPPED_IN, EC_SWAPPED_OUT, Plan, ec_arrays, ec_part, ec_part_free, ec_plan, ec_vec
 from embcache._core.table cimport ec_table
 from embcache._core.threads cimport ec_task_fn
 
@@ -16,9 +17,6 @@ cdef extern from "<pthread.h>":
 
 cdef extern from "ec_vec.h":
     int64_t ec_take_countdown
-    ctypedef struct ec_vec:
-        void *data
-        int64_t size
 
 cdef extern from "ec_cache.h":
     const int EC_SLOT_LIVE
@@ -66,18 +64,8 @@ cdef extern from "ec_plan.h":
         int64_t base
         int64_t *totals
 
-    ctypedef struct ec_part:
-        ec_vec changes
-        ec_vec births
-        int64_t *totals
-        int64_t unique
-        int64_t need
-        int64_t have
-        int status
-
     void ec_side_row_free(void *table, int64_t key, int64_t row) noexcept nogil
     int ec_side_check(const ec_side *s) noexcept nogil
-    void ec_part_free(ec_part *p) noexcept nogil
     void ec_plan_undo(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_swapped_out(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_finish(ec_side *s, ec_part *p) noexcept nogil
@@ -95,29 +83,6 @@ cdef extern from "ec_work.h":
     ctypedef struct ec_dedup_call:
         int64_t n
         int64_t blocks
-
-    ctypedef struct ec_arrays:
-        int64_t *inverse
-        int64_t *order
-        int64_t *table_offsets
-        int64_t *unique_offsets
-        int64_t *segment_offsets
-        int64_t *unique_keys
-        int64_t *slots
-        int64_t *in_offsets
-        int64_t *in_keys
-        int64_t *in_slots
-        int64_t *in_rows
-        int64_t *out_offsets
-        int64_t *out_keys
-        int64_t *out_slots
-        int64_t *out_rows
-        int64_t *hits
-        int64_t *misses
-        uint8_t *admitted
-        void *front
-        void *back
-        size_t back_bytes
 
     ctypedef struct ec_work:
         int64_t tables
@@ -161,20 +126,10 @@ cdef extern from "ec_phases.h":
     void ec_phase_emit(void *work, int64_t t) noexcept nogil
 
 cdef extern from "ec_peek.h":
-    const int EC_PLANNED
-    const int EC_SWAPPED_OUT
-    const int EC_SWAPPED_IN
-    const int EC_FINISHED
-    const int EC_CANCELLED
     const int EC_PEEK_ABSENT
     const int EC_PEEK_SLOT
     const int EC_PEEK_ROW
     const int EC_PEEK_DEFAULT
-
-    ctypedef struct ec_plan:
-        ec_part *parts
-        int64_t step
-        int state
 
     ctypedef struct ec_overlay:
         ec_vec records
@@ -190,23 +145,10 @@ cdef extern from "ec_peek.h":
     int64_t ec_counting_keys(const ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count, int64_t *keys) noexcept nogil
     int64_t ec_side_forget_waiting(ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
 
-cdef extern from "ec_simulate.h":
-    int64_t ec_simulate(const int64_t *keys, int64_t n, int64_t capacity, uint64_t seed) noexcept nogil
 
-
-cdef class Plan:
-    cdef ec_plan plan            # journal and state; belongs to `owner` until it is finished or cancelled
-    cdef int64_t tables
-    cdef int64_t owner           # number of the SwapManager that made it
-    cdef readonly int64_t step
-    cdef readonly int64_t num_keys
-    cdef readonly int64_t num_uniques
-    cdef readonly int64_t hits
-    cdef readonly int64_t misses
-    cdef ec_arrays out           # pointers into the two blocks
-    cdef object front, back      # owners of the blocks
-    cdef dict arrays             # NumPy views made so far
-    cdef object view(self, str name, object block, void *at, int64_t items, object dtype)
+cdef const int64_t[::1] int64_array(str what, object values, int64_t length)
+cdef int policy_number(object policy) except -1
+cdef object host_memory(str doing)
 
 
 cdef class SwapManager:

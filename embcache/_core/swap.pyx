@@ -18,6 +18,7 @@ import os
 import numpy as np
 
 from embcache._core.digest import random_seed
+from embcache._core.plan import STATES
 from embcache.config import AdmitAndEvictConfig
 from embcache.errors import (
     ClosedError,
@@ -32,11 +33,12 @@ from embcache.errors import (
 )
 
 from cython cimport final
-from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 
 from embcache._core.filter cimport FeatureFilter
+from embcache._core.plan cimport Block, Plan
 from embcache._core.table cimport (
     EC_CAPACITY,
     EC_LIMIT,
@@ -50,6 +52,7 @@ from embcache._core.table cimport (
 )
 from embcache._core.threads cimport parallel_for, resolve_threads
 
+POLICIES = ("lru",)
 PEEK_ABSENT = EC_PEEK_ABSENT
 PEEK_SLOT = EC_PEEK_SLOT
 PEEK_ROW = EC_PEEK_ROW
@@ -60,15 +63,10 @@ cdef enum:
     SCAN_ROWS = 65536      # host rows read at a time
     MAX_CAPACITY = 0x7FFFFFFF
 
-cdef object frombuffer = np.frombuffer
-cdef object int64 = np.int64
-
-_POLICIES = ("lru",)
-_STATES = ("planned", "swapped_out", "swapped_in", "finished", "cancelled")
 _manager_numbers = itertools.count(1)
 
 
-cdef const int64_t[::1] _int64_array(str what, object values, int64_t length):
+cdef const int64_t[::1] int64_array(str what, object values, int64_t length):
     """`values` as a memoryview, or ShapeError; `length` -1 leaves the length open."""
     if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.ndim != 1 or not values.flags.c_contiguous:
         found = f"{values.dtype} array of shape {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
@@ -78,197 +76,15 @@ cdef const int64_t[::1] _int64_array(str what, object values, int64_t length):
     return values
 
 
-cdef int _policy(object policy, object lookahead) except -1:
-    """ConfigError unless this version has the policy."""
-    if policy not in _POLICIES:
-        raise ConfigError(f"policy = {policy!r}; this version has {', '.join(map(repr, _POLICIES))}")
-    if lookahead is not None:
-        raise ConfigError(f"lookahead = {lookahead!r}; policy {policy!r} does not look ahead, leave it out")
-    return 0
+cdef int policy_number(object policy) except -1:
+    """Number of a policy; ConfigError where this version does not have it."""
+    if policy not in POLICIES:
+        raise ConfigError(f"policy = {policy!r}; this version has {', '.join(map(repr, POLICIES))}")
+    return POLICIES.index(policy)
 
 
-cdef object _host_memory(str doing):
+cdef object host_memory(str doing):
     return HostMemoryError(f"out of host memory while {doing}; nothing has changed: free memory or use smaller batches")
-
-
-@final
-cdef class _Block:
-    """Owner of one malloc block, seen by NumPy through the buffer protocol, read-only; freed with the last view."""
-
-    cdef void *data
-    cdef Py_ssize_t size
-
-    def __cinit__(self):
-        self.data = NULL
-        self.size = 0
-
-    def __dealloc__(self):
-        free(self.data)
-
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        if flags & 1:  # PyBUF_WRITABLE
-            raise BufferError("the arrays of a plan are read-only")
-        buffer.buf = self.data
-        buffer.obj = self
-        buffer.len = self.size
-        buffer.readonly = 1
-        buffer.itemsize = 1
-        buffer.format = NULL
-        buffer.ndim = 1
-        buffer.shape = &self.size
-        buffer.strides = NULL
-        buffer.suboffsets = NULL
-        buffer.internal = NULL
-
-    def __releasebuffer__(self, Py_buffer *buffer):
-        pass
-
-
-@final
-cdef class Plan:
-    """What one training batch needs (``SwapInfo``): slots of its keys, rows to swap in, rows to swap out.
-
-    Made by `SwapManager.plan` only. All arrays are read-only and stay valid for ever.
-
-    Attributes
-    ----------
-    step : int
-        Number of the training step, from 1.
-    state : str
-        ``"planned"``, ``"swapped_out"``, ``"swapped_in"``, ``"finished"`` or ``"cancelled"``.
-    num_keys, num_uniques : int
-        n, U.
-    table_offsets : int64[T + 1]
-        Keys of table t are the positions ``table_offsets[t]`` to ``table_offsets[t + 1]``.
-    unique_keys : int64[U]
-        Distinct keys, table by table, in order of first occurrence.
-    unique_offsets : int64[T + 1]
-    inverse : int64[n]
-        Index into the uniques of each position.
-    occurrence_order : int64[n]
-        Positions grouped by unique, in batch order within a group.
-    segment_offsets : int64[U + 1]
-        Group u is ``occurrence_order[segment_offsets[u]:segment_offsets[u + 1]]``.
-    slots : int64[U]
-        Slot in the whole buffer; a key that is not admitted has its table's constant slot, base + capacity.
-    admitted : uint8[U]
-    swap_in_keys, swap_in_slots, swap_in_rows : int64[M]
-        Rows to copy host -> HBM, in order of the uniques; table t's are ``swap_in_offsets[t]:swap_in_offsets[t + 1]``.
-    swap_in_offsets : int64[T + 1]
-    swap_out_keys, swap_out_slots, swap_out_rows : int64[K]
-        Rows to copy HBM -> host first: each frees a slot that a swap-in of this plan fills.
-    swap_out_offsets : int64[T + 1]
-    hits, misses : int
-        Unique keys that were resident, and admitted ones that were not. Keys not admitted are neither.
-    table_hits, table_misses : int64[T]
-    """
-
-    def __cinit__(self):
-        memset(&self.plan, 0, sizeof(ec_plan))
-        memset(&self.out, 0, sizeof(ec_arrays))
-        self.tables = 0
-        self.owner = 0
-        self.arrays = {}
-
-    def __init__(self):
-        raise TypeError("plans are made by SwapManager.plan")
-
-    def __dealloc__(self):
-        cdef int64_t t
-        if self.plan.parts != NULL:
-            for t in range(self.tables):
-                ec_part_free(&self.plan.parts[t])
-            free(self.plan.parts)
-
-    cdef object view(self, str name, object block, void *at, int64_t items, object dtype):
-        array = self.arrays.get(name)
-        if array is None:
-            if items == 0:
-                array = np.empty(0, dtype)
-                array.flags.writeable = False
-            else:  # read-only as the block is
-                array = frombuffer(block, dtype, items, <char *>at - <char *>(<_Block>block).data)
-            self.arrays[name] = array
-        return array
-
-    @property
-    def state(self):
-        return _STATES[self.plan.state]
-
-    @property
-    def inverse(self):
-        return self.view("inverse", self.front, self.out.inverse, self.num_keys, int64)
-
-    @property
-    def occurrence_order(self):
-        return self.view("occurrence_order", self.front, self.out.order, self.num_keys, int64)
-
-    @property
-    def table_offsets(self):
-        return self.view("table_offsets", self.back, self.out.table_offsets, self.tables + 1, int64)
-
-    @property
-    def unique_offsets(self):
-        return self.view("unique_offsets", self.back, self.out.unique_offsets, self.tables + 1, int64)
-
-    @property
-    def segment_offsets(self):
-        return self.view("segment_offsets", self.back, self.out.segment_offsets, self.num_uniques + 1, int64)
-
-    @property
-    def unique_keys(self):
-        return self.view("unique_keys", self.back, self.out.unique_keys, self.num_uniques, int64)
-
-    @property
-    def slots(self):
-        return self.view("slots", self.back, self.out.slots, self.num_uniques, int64)
-
-    @property
-    def admitted(self):
-        return self.view("admitted", self.back, self.out.admitted, self.num_uniques, np.uint8)
-
-    @property
-    def swap_in_offsets(self):
-        return self.view("swap_in_offsets", self.back, self.out.in_offsets, self.tables + 1, int64)
-
-    @property
-    def swap_in_keys(self):
-        return self.view("swap_in_keys", self.back, self.out.in_keys, self.out.in_offsets[self.tables], int64)
-
-    @property
-    def swap_in_slots(self):
-        return self.view("swap_in_slots", self.back, self.out.in_slots, self.out.in_offsets[self.tables], int64)
-
-    @property
-    def swap_in_rows(self):
-        return self.view("swap_in_rows", self.back, self.out.in_rows, self.out.in_offsets[self.tables], int64)
-
-    @property
-    def swap_out_offsets(self):
-        return self.view("swap_out_offsets", self.back, self.out.out_offsets, self.tables + 1, int64)
-
-    @property
-    def swap_out_keys(self):
-        return self.view("swap_out_keys", self.back, self.out.out_keys, self.out.out_offsets[self.tables], int64)
-
-    @property
-    def swap_out_slots(self):
-        return self.view("swap_out_slots", self.back, self.out.out_slots, self.out.out_offsets[self.tables], int64)
-
-    @property
-    def swap_out_rows(self):
-        return self.view("swap_out_rows", self.back, self.out.out_rows, self.out.out_offsets[self.tables], int64)
-
-    @property
-    def table_hits(self):
-        return self.view("table_hits", self.back, self.out.hits, self.tables, int64)
-
-    @property
-    def table_misses(self):
-        return self.view("table_misses", self.back, self.out.misses, self.tables, int64)
-
-    def __repr__(self):
-        return f"Plan(step={self.step}, state={self.state!r}, keys={self.num_keys}, uniques={self.num_uniques}, hits={self.hits}, misses={self.misses})"
 
 
 @final
@@ -318,7 +134,7 @@ cdef class SwapManager:
         cdef int64_t count = len(self.tables)
         capacities = list(capacities)
         configs = [None] * count if filters is None else list(filters)
-        _policy(policy, None)
+        policy_number(policy)
         self.num_threads = resolve_threads(num_threads)
         if count == 0:
             raise ConfigError("tables: none given; a SwapManager needs at least one")
@@ -347,7 +163,7 @@ cdef class SwapManager:
         self.work.calls = <ec_dedup_call *>calloc(count, sizeof(ec_dedup_call))
         self.overlays = <ec_overlay *>calloc(count, sizeof(ec_overlay))
         if self.work.sides == NULL or self.work.calls == NULL or self.overlays == NULL:
-            raise _host_memory("making a planner")
+            raise host_memory("making a planner")
         cdef int64_t t
         cdef ec_side *side
         for t in range(count):
@@ -356,12 +172,12 @@ cdef class SwapManager:
             if self.filters[t] is not None:
                 side.filter = &(<FeatureFilter>self.filters[t]).f
             if ec_cache_init(&side.cache, capacities[t], random_seed()) != EC_OK:
-                raise _host_memory(f"making {capacities[t]} slots for table {self.tables[t].name!r}")
+                raise host_memory(f"making {capacities[t]} slots for table {self.tables[t].name!r}")
             side.cache.row_free = ec_side_row_free
             side.cache.table = side.table
         self.default_bases()
         if pthread_mutex_init(&self.mutex, NULL) != 0:
-            raise _host_memory("making a planner")
+            raise host_memory("making a planner")
         self.mutex_ready = 1
         self.closed = 0
 
@@ -469,10 +285,10 @@ cdef class SwapManager:
         HostMemoryError
             In each case everything is as it was.
         """
-        cdef const int64_t[::1] key_view = _int64_array("keys", keys, -1)
+        cdef const int64_t[::1] key_view = int64_array("keys", keys, -1)
         cdef int64_t n = key_view.shape[0]
-        cdef const int64_t[::1] offset_view = _int64_array("table_offsets", table_offsets, self.work.tables + 1)
-        cdef const int64_t[::1] time_view = None if timestamps is None else _int64_array("timestamps", timestamps, n)
+        cdef const int64_t[::1] offset_view = int64_array("table_offsets", table_offsets, self.work.tables + 1)
+        cdef const int64_t[::1] time_view = None if timestamps is None else int64_array("timestamps", timestamps, n)
         cdef const int64_t *times = &time_view[0] if timestamps is not None and n > 0 else NULL
         cdef int64_t t, locked = 0
         cdef int status
@@ -492,11 +308,11 @@ cdef class SwapManager:
             plan = Plan.__new__(Plan)
             plan.plan.parts = <ec_part *>calloc(self.work.tables, sizeof(ec_part))
             if plan.plan.parts == NULL or self.reserve_plan() != EC_OK:
-                raise _host_memory("planning a batch")
+                raise host_memory("planning a batch")
             plan.tables = self.work.tables
             plan.owner = self.number
-            plan.front = _Block()
-            plan.back = _Block()
+            plan.front = Block()
+            plan.back = Block()
             self.work.parts = plan.plan.parts
             memset(&self.work.out, 0, sizeof(ec_arrays))
             self.unfinished.append(plan)  # now, since nothing may fail once the plan is made
@@ -507,10 +323,10 @@ cdef class SwapManager:
                 if status == EC_OK and locked == self.work.tables:
                     status = self.run()
                     self.unlock_tables(locked)
-            (<_Block>plan.front).data = self.work.out.front
-            (<_Block>plan.front).size = n * 16
-            (<_Block>plan.back).data = self.work.out.back
-            (<_Block>plan.back).size = self.work.out.back_bytes
+            (<Block>plan.front).data = self.work.out.front
+            (<Block>plan.front).size = n * 16
+            (<Block>plan.back).data = self.work.out.back
+            (<Block>plan.back).size = self.work.out.back_bytes
             self.work.parts = NULL
             if status != EC_OK or locked < self.work.tables:
                 self.unfinished.pop()
@@ -643,7 +459,7 @@ cdef class SwapManager:
                 )
         if status == EC_LIMIT:
             return HostMemoryError("planning a batch: a table or filter is at its limit of keys; nothing has changed")
-        return _host_memory("planning a batch")
+        return host_memory("planning a batch")
 
     # --------------------------------------------------------------------------------------------------- life of a plan
 
@@ -652,7 +468,7 @@ cdef class SwapManager:
         if plan.owner != self.number:
             raise PlanError(f"{doing}: the plan of step {plan.step} belongs to another SwapManager")
         if plan.plan.state != state:
-            raise PlanError(f"{doing}: the plan of step {plan.step} is {_STATES[plan.plan.state]}; it must be {_STATES[state]}")
+            raise PlanError(f"{doing}: the plan of step {plan.step} is {plan.state}; it must be {STATES[state]}")
         return self.unfinished.index(plan)
 
     cdef int forget(self, int64_t at) except -1:
@@ -791,7 +607,7 @@ cdef class SwapManager:
             with nogil:
                 status = ec_cache_grow(&side.cache, capacity)
             if status != EC_OK:
-                raise _host_memory(f"growing table {self.tables[table].name!r} to {capacity} slots")
+                raise host_memory(f"growing table {self.tables[table].name!r} to {capacity} slots")
             if not self.bases_given:
                 self.default_bases()
             self.epoch += 1
@@ -806,7 +622,7 @@ cdef class SwapManager:
         PlanError
             While an unfinished plan is not swapped in (see `grow` about those that are).
         """
-        cdef const int64_t[::1] view = _int64_array("bases", bases, self.work.tables)
+        cdef const int64_t[::1] view = int64_array("bases", bases, self.work.tables)
         cdef int64_t t
         for t in range(self.work.tables):
             if view[t] < 0:
@@ -832,7 +648,7 @@ cdef class SwapManager:
             status = ec_overlay_make(overlay, &self.work.sides[t], t, self.plans, count)
         if status != EC_OK:
             overlay.epoch = 0
-            raise _host_memory("looking at unfinished plans")
+            raise host_memory("looking at unfinished plans")
         overlay.epoch = self.epoch
         return 0
 
@@ -858,7 +674,7 @@ cdef class SwapManager:
         -----
         The answer holds until the next call that changes the manager.
         """
-        cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
+        cdef const int64_t[::1] view = int64_array("keys", keys, -1)
         cdef int64_t n = view.shape[0]
         slots = np.empty(n, np.int64)
         rows = np.empty(n, np.int64)
@@ -925,7 +741,7 @@ cdef class SwapManager:
         PinnedKeyError
             If an unfinished plan uses, moves, made or evicted one of the keys. Nothing is dropped then.
         """
-        cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
+        cdef const int64_t[::1] view = int64_array("keys", keys, -1)
         cdef int64_t n = view.shape[0]
         cdef int64_t t, first, dropped = 0
         self.enter()
@@ -961,7 +777,7 @@ cdef class SwapManager:
         PinnedKeyError
             If an unfinished plan has counted one of the keys, or uses, moves, made or evicted it. Nothing changes then.
         """
-        cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
+        cdef const int64_t[::1] view = int64_array("keys", keys, -1)
         cdef int64_t n = view.shape[0]
         cdef int64_t[::1] counting_view
         cdef int64_t t, k, first, room = 0, forgotten = 0
@@ -1128,10 +944,10 @@ cdef class SwapManager:
         ConfigError, ShapeError, HostMemoryError
             Nothing has changed.
         """
-        cdef const int64_t[::1] key_view = _int64_array("keys", keys, -1)
+        cdef const int64_t[::1] key_view = int64_array("keys", keys, -1)
         cdef int64_t n = key_view.shape[0]
-        cdef const int64_t[::1] count_view = _int64_array("counts", counts, n)
-        cdef const int64_t[::1] last_view = _int64_array("last", last, n)
+        cdef const int64_t[::1] count_view = int64_array("counts", counts, n)
+        cdef const int64_t[::1] last_view = int64_array("last", last, n)
         cdef int64_t t, newest_value = newest, step_value = step
         cdef int status
         if len(np.unique(keys)) != n:
@@ -1154,7 +970,7 @@ cdef class SwapManager:
                                       &last_view[0] if n > 0 else NULL, n, newest_value)
                 table_unlock(self.work.sides[t].table)
             if status != EC_OK:
-                raise _host_memory(f"loading the filter of table {name!r}")
+                raise host_memory(f"loading the filter of table {name!r}")
             self.last_step = step_value
             self.epoch += 1
         finally:
@@ -1337,51 +1153,6 @@ cdef class SwapManager:
 
     def __exit__(self, *exc):
         self.close()
-
-
-def simulate(keys, capacity, policy="lru", lookahead=None):
-    """Replay a trace of accesses through the planner's own policy, one key at a time.
-
-    Parameters
-    ----------
-    keys : int64[n]
-    capacity : int
-        Slots, 1 or more.
-    policy : str
-        ``"lru"``.
-    lookahead : int, optional
-        For policies that look ahead; ``"lru"`` does not.
-
-    Returns
-    -------
-    int
-        Hits.
-
-    Raises
-    ------
-    ConfigError, ShapeError, HostMemoryError
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> simulate(np.array([1, 2, 1, 3, 1, 2]), 2)
-    2
-    """
-    cdef const int64_t[::1] view = _int64_array("keys", keys, -1)
-    cdef int64_t n = view.shape[0], slots, hits
-    cdef uint64_t seed = random_seed()
-    _policy(policy, lookahead)
-    most = whole_number(capacity)
-    if most is None or most < 1:
-        raise ConfigError(f"capacity = {capacity!r}; give an integer of 1 or more")
-    slots = min(most, max(n, 1), MAX_CAPACITY)
-    if n == 0:
-        return 0
-    with nogil:
-        hits = ec_simulate(&view[0], n, slots, seed)
-    if hits == EC_NOMEM:
-        raise _host_memory("simulating")
-    return hits
 
 
 def _fail_allocation(int64_t countdown):

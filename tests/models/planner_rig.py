@@ -11,7 +11,8 @@ from collections import Counter
 
 import numpy as np
 
-from embcache._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, Plan, SwapManager, _fail_allocation
+from embcache._core.plan import Plan
+from embcache._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapManager, _fail_allocation
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig
 from embcache.errors import HbmCapacityError, HostMemoryError, PinnedKeyError

@@ -11,15 +11,15 @@ import threading
 import numpy as np
 import pytest
 
+from embcache._core.plan import Plan
+from embcache._core.simulate import simulate
 from embcache._core.swap import (
     PEEK_ABSENT,
     PEEK_DEFAULT,
     PEEK_ROW,
     PEEK_SLOT,
-    Plan,
     SwapManager,
     _fail_allocation,
-    simulate,
 )
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig

@@ -1,0 +1,194 @@
+"""One batch's plan (`SwapInfo`) as Python sees it: its arrays, read-only, and its state.
+
+Owns the two blocks that the arrays lie in, and the plan's journal until the `SwapManager` that made it settles it.
+The manager alone makes plans and changes them; nothing here changes one.
+"""
+
+import numpy as np
+
+from cython cimport final
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free
+from libc.string cimport memset
+
+cdef object frombuffer = np.frombuffer
+cdef object int64 = np.int64
+
+STATES = ("planned", "swapped_out", "swapped_in", "finished", "cancelled")  # by EC_PLANNED ...
+
+
+@final
+cdef class Block:
+    """Owner of one malloc block, seen by NumPy through the buffer protocol, read-only; freed with the last view."""
+
+    def __cinit__(self):
+        self.data = NULL
+        self.size = 0
+
+    def __dealloc__(self):
+        free(self.data)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        if flags & 1:  # PyBUF_WRITABLE
+            raise BufferError("the arrays of a plan are read-only")
+        buffer.buf = self.data
+        buffer.obj = self
+        buffer.len = self.size
+        buffer.readonly = 1
+        buffer.itemsize = 1
+        buffer.format = NULL
+        buffer.ndim = 1
+        buffer.shape = &self.size
+        buffer.strides = NULL
+        buffer.suboffsets = NULL
+        buffer.internal = NULL
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        pass
+
+
+@final
+cdef class Plan:
+    """What one training batch needs (``SwapInfo``): slots of its keys, rows to swap in, rows to swap out.
+
+    Made by `SwapManager.plan` only. All arrays are read-only and stay valid for ever.
+
+    Attributes
+    ----------
+    step : int
+        Number of the training step, from 1.
+    state : str
+        ``"planned"``, ``"swapped_out"``, ``"swapped_in"``, ``"finished"`` or ``"cancelled"``.
+    num_keys, num_uniques : int
+        n, U.
+    table_offsets : int64[T + 1]
+        Keys of table t are the positions ``table_offsets[t]`` to ``table_offsets[t + 1]``.
+    unique_keys : int64[U]
+        Distinct keys, table by table, in order of first occurrence.
+    unique_offsets : int64[T + 1]
+    inverse : int64[n]
+        Index into the uniques of each position.
+    occurrence_order : int64[n]
+        Positions grouped by unique, in batch order within a group.
+    segment_offsets : int64[U + 1]
+        Group u is ``occurrence_order[segment_offsets[u]:segment_offsets[u + 1]]``.
+    slots : int64[U]
+        Slot in the whole buffer; a key that is not admitted has its table's constant slot, base + capacity.
+    admitted : uint8[U]
+    swap_in_keys, swap_in_slots, swap_in_rows : int64[M]
+        Rows to copy host -> HBM, in order of the uniques; table t's are ``swap_in_offsets[t]:swap_in_offsets[t + 1]``.
+    swap_in_offsets : int64[T + 1]
+    swap_out_keys, swap_out_slots, swap_out_rows : int64[K]
+        Rows to copy HBM -> host first: each frees a slot that a swap-in of this plan fills.
+    swap_out_offsets : int64[T + 1]
+    hits, misses : int
+        Unique keys that were resident, and admitted ones that were not. Keys not admitted are neither.
+    table_hits, table_misses : int64[T]
+    """
+
+    def __cinit__(self):
+        memset(&self.plan, 0, sizeof(ec_plan))
+        memset(&self.out, 0, sizeof(ec_arrays))
+        self.tables = 0
+        self.owner = 0
+        self.arrays = {}
+
+    def __init__(self):
+        raise TypeError("plans are made by SwapManager.plan")
+
+    def __dealloc__(self):
+        cdef int64_t t
+        if self.plan.parts != NULL:
+            for t in range(self.tables):
+                ec_part_free(&self.plan.parts[t])
+            free(self.plan.parts)
+
+    cdef object view(self, str name, object block, void *at, int64_t items, object dtype):
+        array = self.arrays.get(name)
+        if array is None:
+            if items == 0:
+                array = np.empty(0, dtype)
+                array.flags.writeable = False
+            else:  # read-only as the block is
+                array = frombuffer(block, dtype, items, <char *>at - <char *>(<Block>block).data)
+            self.arrays[name] = array
+        return array
+
+    @property
+    def state(self):
+        return STATES[self.plan.state]
+
+    @property
+    def inverse(self):
+        return self.view("inverse", self.front, self.out.inverse, self.num_keys, int64)
+
+    @property
+    def occurrence_order(self):
+        return self.view("occurrence_order", self.front, self.out.order, self.num_keys, int64)
+
+    @property
+    def table_offsets(self):
+        return self.view("table_offsets", self.back, self.out.table_offsets, self.tables + 1, int64)
+
+    @property
+    def unique_offsets(self):
+        return self.view("unique_offsets", self.back, self.out.unique_offsets, self.tables + 1, int64)
+
+    @property
+    def segment_offsets(self):
+        return self.view("segment_offsets", self.back, self.out.segment_offsets, self.num_uniques + 1, int64)
+
+    @property
+    def unique_keys(self):
+        return self.view("unique_keys", self.back, self.out.unique_keys, self.num_uniques, int64)
+
+    @property
+    def slots(self):
+        return self.view("slots", self.back, self.out.slots, self.num_uniques, int64)
+
+    @property
+    def admitted(self):
+        return self.view("admitted", self.back, self.out.admitted, self.num_uniques, np.uint8)
+
+    @property
+    def swap_in_offsets(self):
+        return self.view("swap_in_offsets", self.back, self.out.in_offsets, self.tables + 1, int64)
+
+    @property
+    def swap_in_keys(self):
+        return self.view("swap_in_keys", self.back, self.out.in_keys, self.out.in_offsets[self.tables], int64)
+
+    @property
+    def swap_in_slots(self):
+        return self.view("swap_in_slots", self.back, self.out.in_slots, self.out.in_offsets[self.tables], int64)
+
+    @property
+    def swap_in_rows(self):
+        return self.view("swap_in_rows", self.back, self.out.in_rows, self.out.in_offsets[self.tables], int64)
+
+    @property
+    def swap_out_offsets(self):
+        return self.view("swap_out_offsets", self.back, self.out.out_offsets, self.tables + 1, int64)
+
+    @property
+    def swap_out_keys(self):
+        return self.view("swap_out_keys", self.back, self.out.out_keys, self.out.out_offsets[self.tables], int64)
+
+    @property
+    def swap_out_slots(self):
+        return self.view("swap_out_slots", self.back, self.out.out_slots, self.out.out_offsets[self.tables], int64)
+
+    @property
+    def swap_out_rows(self):
+        return self.view("swap_out_rows", self.back, self.out.out_rows, self.out.out_offsets[self.tables], int64)
+
+    @property
+    def table_hits(self):
+        return self.view("table_hits", self.back, self.out.hits, self.tables, int64)
+
+    @property
+    def table_misses(self):
+        return self.view("table_misses", self.back, self.out.misses, self.tables, int64)
+
+    def __repr__(self):
+        return f"Plan(step={self.step}, state={self.state!r}, keys={self.num_keys}, uniques={self.num_uniques}, hits={self.hits}, misses={self.misses})"

@@ -39,7 +39,7 @@ class Table:
         initial_state: _Floats | None = None,
         with_filter: bool = False,
         num_threads: int | None = None,
-        split_above: int = 65536,
+        split_above: int = 430080,
         index_seed: int | None = None,
     ) -> None: ...
     @property

@@ -78,7 +78,7 @@ cdef extern from "ec_table.h":
         float *initial_state
         pthread_rwlock_t lock
 
-    ec_partition *ec_table_partition(const ec_table *t, uint64_t hash) noexcept nogil
+    ec_partition *ec_partitions_copy(const ec_partition *source, int64_t count, int64_t slots) noexcept nogil
     int ec_table_split_large(ec_table *t) noexcept nogil
     int ec_table_back_locals(ec_table *t) noexcept nogil
 
@@ -180,7 +180,7 @@ cdef ec_table *_create(int64_t dim, int64_t state_dim, bint with_filter, int64_t
     ec_arena_init(&t.frequencies, sizeof(int64_t))
     ec_arena_init(&t.timestamps, sizeof(int64_t))
     t.partition_slots = 1
-    t.partitions = <ec_partition *>calloc(1, sizeof(ec_partition))
+    t.partitions = ec_partitions_copy(NULL, 0, 1)
     if t.partitions == NULL:
         free(t)
         return NULL

@@ -17,6 +17,8 @@ static const char *ec_check_partition(const ec_table *t, const ec_partition *p, 
     *longest = probe > *longest ? probe : *longest;
     if (p->index.size + p->limbo > p->index.grow_at)
         return "an index lacks room for the keys of limbo rows";
+    if (p->grow_at > p->index.grow_at)
+        return "a partition would let its index grow too late";
     for (uint64_t at = 0; at < p->index.bucket_count; ++at) {
         const ec_bucket *bucket = p->index.buckets + at;
         for (uint32_t rest = bucket->meta & EC_OCCUPANCY; rest; rest &= rest - 1) {

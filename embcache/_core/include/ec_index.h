@@ -6,8 +6,8 @@
  * count is 0 and deletion leaves no mark behind: it only takes back the counts it caused. A count that reaches its
  * maximum sticks there, which costs look-ups a step and never an answer.
  *
- * The home bucket is the high half of mix(hash, seed) * bucket_count, so any bucket count works, growth goes by
- * factors of 1.5, and walking buckets in order visits homes in order: rehashing writes sequentially.
+ * The home bucket is the high half of mix(hash, seed) * bucket_count, so any bucket count works, and walking buckets in
+ * order visits homes in order: rehashing writes sequentially. Growth goes by factors of 1.5.
  *
  * Thread safety: any number of readers, or one writer.
  */
@@ -19,6 +19,7 @@
 
 #include "ec_backing.h"
 #include "ec_hash.h"
+#include "ec_isa.h"
 #include "ec_status.h"
 
 #define EC_BUCKET_KEYS 5
@@ -84,6 +85,21 @@ static inline void ec_index_prefetch(const ec_index *index, uint64_t hash)
 {
     EC_PREFETCH_READ(index->buckets + ec_index_home(index, hash));
 }
+
+#if EC_HAS_AVX2_CLONE
+#include <immintrin.h>
+
+/* The same in AVX2: 9 instructions instead of 20. The second load takes in the values, whose comparisons are dropped. */
+EC_TARGET_AVX2 static inline uint32_t ec_bucket_match_avx2(const ec_bucket *bucket, int64_t key)
+{
+    const __m256i wanted = _mm256_set1_epi64x(key);
+    const __m256i first = _mm256_cmpeq_epi64(_mm256_loadu_si256((const __m256i *)bucket), wanted);
+    const __m256i last = _mm256_cmpeq_epi64(_mm256_loadu_si256((const __m256i *)bucket + 1), wanted);
+    uint32_t hits = (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(first)) |
+                    (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(last)) << 4;
+    return hits & bucket->meta & EC_OCCUPANCY;
+}
+#endif
 
 /* Address of the value of `key`, whose home bucket is `at`, or NULL. */
 static inline uint32_t *ec_index_place_from(const ec_index *index, int64_t key, uint64_t at)

@@ -19,15 +19,6 @@ typedef void (*ec_kernel_fn)(void *context, int64_t task);
     EC_TARGET_AVX2 static void NAME##_avx2(void *context, int64_t task) { NAME##_body((CONTEXT *)context, task, 1); } \
     static inline ec_kernel_fn NAME##_pick(int avx2) { return avx2 ? NAME##_avx2 : NAME##_baseline; }
 
-static inline int ec_cpu_has_avx2(void) {
-#if EC_HAS_AVX2_CLONE
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") != 0;
-#else
-    return 0;
-#endif
-}
-
 /* ------------------------------------------------------------------------------------------------------- checks */
 
 /* Place of the first value outside [low, high), or -1. Branch-free until something is wrong: about 0.3 ns a value. */

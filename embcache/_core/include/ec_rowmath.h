@@ -13,13 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__)
-#define EC_HAS_AVX2_CLONE 1
-#define EC_TARGET_AVX2 __attribute__((target("avx2")))
-#else
-#define EC_HAS_AVX2_CLONE 0
-#define EC_TARGET_AVX2
-#endif
+#include "ec_isa.h"
 
 #define EC_ROW_FN static inline __attribute__((always_inline))
 #define EC_ROW_CLONE static __attribute__((noinline))

@@ -64,39 +64,76 @@ static inline uint64_t ec_hash_at(const int64_t *keys, const uint64_t *hashes, i
     return hashes == NULL ? ec_hash(keys[i]) : hashes[i];
 }
 
-/* Where a key will be looked for. */
+/* Where a key will be looked for: its home bucket, on its way into the cache. */
 typedef struct ec_probe {
+    const ec_bucket *bucket;
     const ec_partition *partition;
-    uint64_t home;
 } ec_probe;
 
-static inline ec_probe ec_probe_start(const ec_table *t, uint64_t hash)
+/* Only for a table that holds a key: then every partition has a bucket. */
+EC_INLINE ec_probe ec_probe_start(const ec_table *t, uint64_t hash)
 {
     ec_probe probe;
     probe.partition = ec_table_partition(t, hash);
-    probe.home = ec_index_home(&probe.partition->index, hash);
-    EC_PREFETCH_READ(probe.partition->index.buckets + probe.home);
+    probe.bucket = probe.partition->index.buckets + ec_index_home(&probe.partition->index, hash);
+    EC_PREFETCH_READ(probe.bucket);
     return probe;
 }
 
-static inline int64_t ec_probe_finish(const ec_probe *probe, int64_t key)
+/* The rest of a look-up whose home bucket does not hold the key but sent keys on. */
+static __attribute__((noinline)) int64_t ec_probe_beyond(const ec_probe *probe, int64_t key)
 {
-    const uint32_t *local = ec_index_place_from(&probe->partition->index, key, probe->home);
+    const ec_index *index = &probe->partition->index;
+    const uint32_t *local = ec_index_place_from(index, key, (uint64_t)(probe->bucket - index->buckets));
     return local == NULL ? -1 : ec_partition_row(probe->partition, *local);
 }
 
-/* rows[i] = row of keys[i], or -1. `hashes` may be NULL. */
-static void ec_find_span(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows)
+EC_INLINE int64_t ec_probe_finish(const ec_probe *probe, int64_t key, const int avx2)
+{
+#if EC_HAS_AVX2_CLONE
+    const uint32_t hits = avx2 ? ec_bucket_match_avx2(probe->bucket, key) : ec_bucket_match(probe->bucket, key);
+#else
+    const uint32_t hits = ec_bucket_match(probe->bucket, key);
+#endif
+    if (hits)
+        return ec_partition_row(probe->partition, probe->bucket->vals[__builtin_ctz(hits)]);
+    return ec_bucket_overflow(probe->bucket) == 0 ? -1 : ec_probe_beyond(probe, key);
+}
+
+EC_INLINE void ec_find_body(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, const int avx2)
 {
     ec_probe window[EC_AHEAD];
     for (int64_t i = 0; i < n && i < EC_AHEAD; ++i)
         window[i] = ec_probe_start(t, ec_hash_at(keys, hashes, i));
     for (int64_t i = 0; i < n; ++i) {
         ec_probe *slot = &window[i & (EC_AHEAD - 1)];
-        rows[i] = ec_probe_finish(slot, keys[i]);
+        rows[i] = ec_probe_finish(slot, keys[i], avx2);
         if (i + EC_AHEAD < n)
             *slot = ec_probe_start(t, ec_hash_at(keys, hashes, i + EC_AHEAD));
     }
+}
+
+#if EC_HAS_AVX2_CLONE
+EC_TARGET_AVX2 static void ec_find_avx2(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows)
+{
+    ec_find_body(t, keys, hashes, n, rows, 1);
+}
+#endif
+
+/* rows[i] = row of keys[i], or -1. `hashes` may be NULL. */
+static void ec_find_span(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows)
+{
+    if (t->live == 0) {
+        memset(rows, 0xFF, (size_t)n * sizeof *rows);
+        return;
+    }
+#if EC_HAS_AVX2_CLONE
+    if (ec_cpu_has_avx2()) {
+        ec_find_avx2(t, keys, hashes, n, rows);
+        return;
+    }
+#endif
+    ec_find_body(t, keys, hashes, n, rows, 0);
 }
 
 /* Find and copy in one pass: bucket prefetched 16 keys ahead, row 8 ahead. out row i = weights of keys[i]; an absent
@@ -108,13 +145,21 @@ static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n,
     const float *found[EC_AHEAD];
     const int64_t dim = t->dim;
     int64_t absent = 0;
+    if (t->live == 0) {
+        if (missing != NULL)
+            memset(missing, 1, (size_t)n);
+        else
+            for (int64_t i = 0; i < n; ++i)
+                ec_init_row(&t->init, ec_hash(keys[i]), out + i * dim, dim);
+        return n;
+    }
     for (int64_t i = 0; i < n && i < EC_AHEAD; ++i)
         window[i] = ec_probe_start(t, ec_hash(keys[i]));
     for (int64_t i = -EC_ROW_AHEAD; i < n; ++i) {
         int64_t next = i + EC_ROW_AHEAD;
         if (next < n) {
             ec_probe *slot = &window[next & (EC_AHEAD - 1)];
-            int64_t row = ec_probe_finish(slot, keys[next]);
+            int64_t row = ec_probe_finish(slot, keys[next], 0);
             if (missing != NULL)
                 missing[next] = row < 0;
             found[next & (EC_AHEAD - 1)] = row < 0 ? NULL : ec_table_weights(t, row);
@@ -223,14 +268,14 @@ typedef struct ec_settlement {
 
 /* Make the index ready for one more key. `done` of `total` elements of the batch brought `born` new keys: the rest is
  * expected to bring as many in proportion, within a factor of 1.5 to 4. */
-static int ec_settle_grow(ec_partition *p, int64_t done, int64_t total, int64_t born)
+static int ec_settle_grow(const ec_table *t, ec_partition *p, int64_t done, int64_t total, int64_t born)
 {
     const int64_t held = p->index.size + p->limbo;
     double expected = (double)(total - done) * (double)(born + 1) / (double)(done + 1);
     int64_t extra = expected < (double)(3 * held) ? (int64_t)expected : 3 * held;
     extra = (extra > 0 ? extra : 0) + 1;
-    int status = ec_index_reserve(&p->index, p->limbo + extra);
-    return status == EC_OK ? EC_OK : ec_index_reserve(&p->index, p->limbo + 1);
+    int status = ec_partition_reserve(t, p, extra);
+    return status == EC_OK ? EC_OK : ec_partition_reserve(t, p, 1);
 }
 
 /* Give each absent key of one partition a local: born[position] is set where it is the key's first. Stops at the first
@@ -248,8 +293,8 @@ static void ec_settle(const ec_table *t, ec_partition *p, const int64_t *keys, c
         if (place != NULL) {
             locals[i] = *place;
         } else {
-            if (p->index.size + p->limbo >= p->index.grow_at) {
-                s->status = ec_settle_grow(p, i - s->from, s->to - s->from, s->born);
+            if (p->index.size + p->limbo >= p->grow_at) {
+                s->status = ec_settle_grow(t, p, i - s->from, s->to - s->from, s->born);
                 if (s->status != EC_OK)
                     return;
             }

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 from .config import OptimizerSpec, TableConfig
 from .errors import ConfigError
+from .rowtypes import ROW_TYPES
 
-__all__ = ["ELEMENT_BYTES", "layout_bytes", "row_bytes", "split_budget"]
+__all__ = ["layout_bytes", "row_bytes", "split_budget"]
 
-ELEMENT_BYTES = 4
+STATE_ELEMENT_BYTES = 4
 
 
 def row_bytes(table: TableConfig, spec: OptimizerSpec) -> int:
     """Device bytes of one slot of `table`: weights and optimizer state."""
-    return ELEMENT_BYTES * (table.embedding_dim + sum(spec.state_widths(table.embedding_dim)))
+    weights = ROW_TYPES[table.dtype].bytes * table.embedding_dim
+    return weights + STATE_ELEMENT_BYTES * sum(spec.state_widths(table.embedding_dim))
 
 
 def layout_bytes(tables: Sequence[TableConfig], spec: OptimizerSpec, capacities: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """HbmBuffer: the device memory of a collection's resident rows.
 
-One contiguous allocation holds the weights of all tables, and one each state array of the optimizer. Tables of one dim
-are adjacent in it, so a dim group is one (rows, dim) view that one kernel call can serve. Each table's slots start at
+One contiguous allocation holds the weights of all tables of one dtype, and one each state array of the optimizer. Tables
+of one dim and dtype are adjacent in it, so a dim group is one (rows, dim) view that one kernel call can serve. Each table's slots start at
 its base (counted in rows of its group) and end with a constant slot, which holds what a key reads while it is not
 admitted.
 
@@ -22,8 +22,11 @@ from .budget import layout_bytes
 from .config import OptimizerSpec
 from .devices import Backend
 from .layout import TableLayout
+from .rowtypes import ROW_TYPES
 
 __all__ = ["HbmBuffer"]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class HbmBuffer:
@@ -40,12 +43,12 @@ class HbmBuffer:
 
     Attributes
     ----------
-    weights : list of float32 tensor (rows of the group, dim)
-        One a dim group.
+    weights : list of tensor (rows of the group, dim)
+        One a dim group, of its dtype.
     states : list of list of float32 tensor (rows of the group, width)
         For each dim group one tensor a state array.
     constants : list of float
-        What each table's constant slot holds.
+        What each table's constant slot holds, rounded as its dtype does.
     bases : int64 (tables,)
         First slot of each table within its group.
 
@@ -60,7 +63,10 @@ class HbmBuffer:
             np.arange(len(layout.groups)), [g.last_table - g.first_table for g in layout.groups]
         ).tolist()
         defaults = [table.admit_and_evict for table in layout.tables]
-        self.constants = [0.0 if admit is None else admit.not_admitted_default_value for admit in defaults]
+        self.constants = [
+            0.0 if admit is None else ROW_TYPES[table.dtype].rounded(admit.not_admitted_default_value)
+            for admit, table in zip(defaults, layout.tables, strict=True)
+        ]
         self._allocate(backend, capacities)
 
     def _allocate(self, backend: Backend, capacities: Sequence[int]) -> None:
@@ -73,7 +79,12 @@ class HbmBuffer:
                 rows += capacities[t] + 1
             group_rows.append(rows)
         dims = [group.dim for group in self.layout.groups]
-        weights = self._carve(backend, group_rows, dims)
+        dtypes = [DTYPES[group.dtype] for group in self.layout.groups]
+        of_dtype = {
+            dtype: self._carve(backend, group_rows, [dim * (dtype is own) for dim, own in zip(dims, dtypes, strict=True)], dtype)
+            for dtype in dict.fromkeys(dtypes)
+        }
+        weights = [of_dtype[dtype][g] for g, dtype in enumerate(dtypes)]
         widths = [self.spec.state_widths(dim) for dim in dims]
         by_array = [self._carve(backend, group_rows, [width[s] for width in widths]) for s in range(len(widths[0]))]
         self.backend = backend
@@ -87,10 +98,12 @@ class HbmBuffer:
                 self.weights[self.group_of[t]][self.constant_slot(t)] = constant
 
     @staticmethod
-    def _carve(backend: Backend, rows: list[int], widths: list[int]) -> list[torch.Tensor]:
+    def _carve(
+        backend: Backend, rows: list[int], widths: list[int], dtype: torch.dtype = torch.float32
+    ) -> list[torch.Tensor]:
         """One allocation, cut into a (rows, width) view for each group."""
         sizes = [count * width for count, width in zip(rows, widths, strict=True)]
-        flat = backend.allocate(sum(sizes), 1).view(-1)
+        flat = backend.allocate(sum(sizes), 1, dtype).view(-1)
         return [
             piece.view(count, width) for piece, count, width in zip(torch.split(flat, sizes), rows, widths, strict=True)
         ]
@@ -114,10 +127,14 @@ class HbmBuffer:
             host.read_into(rows, views[0], slots, views[1:])
             return
         with ExitStack() as stack:
-            blocks = [stack.enter_context(self.backend.staging((len(rows), array.shape[1]))) for array in arrays]
+            storage = [ROW_TYPES[host.dtype].storage, *[np.dtype(np.float32)] * (len(arrays) - 1)]
+            blocks = [
+                stack.enter_context(self.backend.staging((len(rows), array.shape[1]), kind))
+                for array, kind in zip(arrays, storage, strict=True)
+            ]
             host.read_into(rows, blocks[0].array, None, [block.array for block in blocks[1:]])
             for array, block in zip(arrays, blocks, strict=True):
-                self.backend.scatter_rows(array, slots, self.backend.upload(block))
+                self.backend.scatter_rows(array, slots, self.backend.upload(block).view(array.dtype))
 
     def swap_out(self, host: Table, table: int, rows: np.ndarray, slots: np.ndarray) -> None:
         """Copy slots into host rows: `rows` int64 (n,) of `host`, each once, `slots` int64 (n,)."""
@@ -130,7 +147,10 @@ class HbmBuffer:
         host.write_from(rows, weights, None, states)
 
     def read(self, table: int, slots: np.ndarray) -> list[np.ndarray]:
-        """Copies of the weights and each state array of `slots`, as float32 (n, width) NumPy arrays."""
+        """Copies of the weights and each state array of `slots`, (n, width) NumPy arrays.
+
+        Weights lie as they are stored (`RowType.storage`), state is float32.
+        """
         return [self.backend.to_host(self.backend.gather_rows(array, slots)) for array in self._arrays(table)]
 
     # ------------------------------------------------------------------------------------------------- size and place

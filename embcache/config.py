@@ -11,7 +11,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .errors import ConfigError, whole_number
+from .errors import ConfigError, shown, whole_number
+from .rowtypes import row_type
 
 __all__ = [
     "SGD",
@@ -34,14 +35,6 @@ MAX_EMBEDDING_DIM = 8192
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 # Numbers of this size and above become infinite in float32: the largest float32 plus half of its last place.
 FLOAT32_END = (2.0 - 2.0**-24) * 2.0**127
-
-
-def shown(value: Any) -> str:
-    """`repr(value)` for a message, also for an integer of more digits than Python agrees to print."""
-    try:
-        return repr(value)
-    except ValueError:
-        return f"<{type(value).__name__} too long to print>"
 
 
 def _finite(
@@ -370,7 +363,9 @@ class TableConfig:
     pooling : str
         ``"sum"`` or ``"mean"`` of a bag's rows; sequence collections ignore it.
     dtype : str
-        ``"float32"`` in this version.
+        How weights are kept: ``"float32"``, ``"float16"`` or ``"bfloat16"``. Outputs, gradients and optimizer state are
+        float32 for all of them; an update is computed in float32 and stored rounded to nearest even. A weight that grows
+        beyond the type's largest number becomes infinite, as in torch.
     initializer : Initializer
     seed : int
     hbm_rows : int, optional
@@ -414,8 +409,9 @@ class TableConfig:
                 object.__setattr__(self, option, _integer(owner, option, value, low=1, high=2**31 - 2))
         if not isinstance(self.pooling, str) or self.pooling not in ("sum", "mean"):
             raise ConfigError(f'{owner}: pooling = {self.pooling!r}; give "sum" or "mean"')
-        if not isinstance(self.dtype, str) or self.dtype != "float32":
-            raise ConfigError(f'{owner}: dtype = {self.dtype!r}; this version stores "float32" only')
+        kind = row_type(owner, self.dtype)
+        if kind.name != "float32":
+            raise ConfigError(f"{owner}: dtype = {self.dtype!r}; collections train \"float32\" only in this version")
         if not isinstance(self.initializer, Initializer):
             raise ConfigError(
                 f"{owner}: initializer = {self.initializer!r}; give an embcache initializer such as Uniform(-0.05, 0.05)"
@@ -424,6 +420,11 @@ class TableConfig:
         if self.admit_and_evict is not None and not isinstance(self.admit_and_evict, AdmitAndEvictConfig):
             raise ConfigError(
                 f"{owner}: admit_and_evict = {self.admit_and_evict!r}; give an AdmitAndEvictConfig or None"
+            )
+        default = 0.0 if self.admit_and_evict is None else self.admit_and_evict.not_admitted_default_value
+        if abs(default) >= kind.end:
+            raise ConfigError(
+                f"{owner}: not_admitted_default_value = {default!r} is infinite in {kind.name}; give less than {kind.end:g} in size"
             )
         if self.directory is not None:
             raise ConfigError(

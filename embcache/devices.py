@@ -74,9 +74,10 @@ def update_rule(spec: OptimizerSpec, *, step: int = 1, lr: float | None = None) 
 
 
 class Backend(Protocol):
-    """What a device can do. All row methods take float32 tensors of the device; index arrays may be NumPy or torch.
+    """What a device can do. All row methods take tensors of the device; index arrays may be NumPy or torch.
 
-    Nothing is recorded for autograd.
+    `weights` are float32, float16 or bfloat16; everything else, results included, is float32. A narrower weight is
+    widened when read; when written it is rounded to nearest even. Nothing is recorded for autograd.
 
     Attributes
     ----------
@@ -90,20 +91,20 @@ class Backend(Protocol):
     direct: bool
     num_threads: int | None
 
-    def allocate(self, rows: int, dim: int) -> Tensor:
+    def allocate(self, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Zeroed (rows, dim); `HostMemoryError` where host memory is refused."""
 
     def free_memory(self) -> int:
         """Bytes that could be allocated now."""
 
     def as_numpy(self, tensor: Tensor) -> NDArray[Any]:
-        """The tensor's memory, on a direct backend."""
+        """The tensor's memory, on a direct backend; bfloat16, which NumPy has not, as the int16 that hold its bits."""
 
     def to_device(self, values: NDArray[Any] | Tensor) -> Tensor:
         """Host values on the device; where the device is the host, the same memory."""
 
     def to_host(self, tensor: Tensor) -> NDArray[Any]:
-        """Values of a tensor, complete on return; where the device is the host, the same memory."""
+        """Values of a tensor, complete on return; where the device is the host, the same memory. bfloat16 as in `as_numpy`."""
 
     def staging(self, shape: Sequence[int], dtype: Any = np.float32) -> contextlib.AbstractContextManager[StagingBlock]:
         """Host memory to fill and `upload`."""
@@ -127,10 +128,10 @@ class Backend(Protocol):
         """Block until the device has done everything."""
 
     def gather_rows(self, weights: Tensor, slots: Indexes, out: Tensor | None = None) -> Tensor:
-        """``weights[slots]``, (n, D)."""
+        """``weights[slots]``, (n, D): of the weights' own type, or `out`, which may be float32 besides."""
 
     def scatter_rows(self, weights: Tensor, slots: Indexes, rows: Tensor) -> None:
-        """``weights[slots] = rows``; slots are distinct."""
+        """``weights[slots] = rows``, of the same type; slots are distinct."""
 
     def add_rows(self, weights: Tensor, slots: Indexes, rows: Tensor) -> None:
         """``weights[slots] += rows``; slots are distinct."""
@@ -255,18 +256,18 @@ class CpuBackend:
 
     # memory
 
-    def allocate(self, rows: int, dim: int) -> Tensor:
+    def allocate(self, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Zeroed (rows, dim) in huge pages, given by the kernel page by page at first touch.
 
         A forked child sees zeros in place of a buffer of 2 MiB or more: it neither copies nor pins the parent's rows
         (promise I12), and its doors refuse it anyway.
         """
         _check_rows(rows, dim)
-        nbytes = rows * dim * 4
+        nbytes = rows * dim * dtype.itemsize
         if nbytes < HUGE_PAGE_BYTES:
-            return torch.zeros(rows, dim, dtype=torch.float32)
+            return torch.zeros(rows, dim, dtype=dtype)
         try:
-            return map_rows(rows, dim)
+            return map_rows(rows, dim, dtype)
         except (OSError, OverflowError, ValueError) as error:
             raise HostMemoryError(
                 f"no memory for a buffer of {rows} rows x {dim} ({nbytes} bytes): {error}; give fewer hbm_rows or hbm_bytes"
@@ -276,7 +277,7 @@ class CpuBackend:
         return host_free_bytes()
 
     def as_numpy(self, tensor: Tensor) -> NDArray[Any]:
-        return tensor.detach().numpy()
+        return _numpy(tensor)
 
     # copies
 
@@ -286,7 +287,7 @@ class CpuBackend:
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
     def to_host(self, tensor: Tensor) -> NDArray[Any]:
-        return tensor.detach().numpy()
+        return _numpy(tensor)
 
     @contextlib.contextmanager
     def staging(self, shape: Sequence[int], dtype: Any = np.float32) -> Iterator[StagingBlock]:
@@ -315,7 +316,7 @@ class CpuBackend:
 
     def gather_rows(self, weights: Tensor, slots: Indexes, out: Tensor | None = None) -> Tensor:
         if out is None:
-            out = torch.empty(len(slots), weights.shape[-1], dtype=torch.float32)
+            out = torch.empty(len(slots), weights.shape[-1], dtype=weights.dtype)
         kernels.gather(_host(weights), _host(slots), _host(out), self.num_threads)
         return out
 
@@ -469,11 +470,17 @@ class CpuBackend:
         )
 
 
+def _numpy(tensor: Tensor) -> NDArray[Any]:
+    """NumPy view of a CPU tensor's memory; of bfloat16, as the int16 that hold its bits."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    array: NDArray[Any] = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
+
+
 def _host(values: Any) -> Any:
     """NumPy view of a tensor's memory; NumPy arrays as they are; anything else for the kernels to refuse."""
-    if not isinstance(values, Tensor) or not values.is_cpu:
-        return values
-    return values.detach().numpy() if values.requires_grad else values.numpy()
+    return _numpy(values) if isinstance(values, Tensor) and values.is_cpu else values
 
 
 def _read(values: Any) -> Any:
@@ -514,9 +521,9 @@ class TorchBackend:
 
     # memory
 
-    def allocate(self, rows: int, dim: int) -> Tensor:
+    def allocate(self, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
         _check_rows(rows, dim)
-        return torch.zeros(rows, dim, dtype=torch.float32, device=self.device)
+        return torch.zeros(rows, dim, dtype=dtype, device=self.device)
 
     def free_memory(self) -> int:
         return host_free_bytes() if self._module is None else int(self._module.mem_get_info(self.device)[0])
@@ -542,7 +549,7 @@ class TorchBackend:
         staged = memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
         staged.copy_(tensor, non_blocking=True)
         self.event().synchronize()
-        values: NDArray[Any] = staged.numpy().copy()
+        values = _numpy(staged).copy()
         self._staging.give(memory, DONE)
         return values
 
@@ -605,8 +612,9 @@ class TorchBackend:
 
     @torch.no_grad()
     def gather_rows(self, weights: Tensor, slots: Indexes, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            return weights.index_select(0, self._indexes(slots))
+        if out is None or out.dtype is not weights.dtype:
+            rows = weights.index_select(0, self._indexes(slots))
+            return rows if out is None else out.copy_(rows)
         return torch.index_select(weights, 0, self._indexes(slots), out=out)
 
     @torch.no_grad()
@@ -629,7 +637,11 @@ class TorchBackend:
         factors = (
             None if per_sample_weights is None else per_sample_weights[lookup.first_position : lookup.last_position]
         )
-        pooled = _sum_segments(weights, indexes.position_slots, indexes.bag_offsets, factors)
+        if weights.dtype is torch.float32:
+            pooled = _sum_segments(weights, indexes.position_slots, indexes.bag_offsets, factors)
+        else:
+            rows = weights.index_select(0, indexes.unique_slots).float()
+            pooled = _sum_segments(rows, indexes.position_uniques, indexes.bag_offsets, factors)
         if indexes.divisors is not None:
             pooled = pooled / indexes.divisors
         batch_size, dim = out.shape[0], weights.shape[1]
@@ -639,7 +651,8 @@ class TorchBackend:
 
     @torch.no_grad()
     def sequence_forward(self, weights: Tensor, lookup: GroupLookup, out: Tensor | None = None) -> Tensor:
-        return self.gather_rows(weights, self._of(lookup).position_slots, out)
+        rows = self.gather_rows(weights, self._of(lookup).position_slots, out)
+        return rows if out is not None else rows.float()
 
     def _bag_grads(self, grad_out: Tensor, lookup: GroupLookup, dim: int) -> Tensor:
         """Gradient of each bag, feature-major: (F * B, dim)."""
@@ -680,7 +693,7 @@ class TorchBackend:
         bag_grads = self._bag_grads(grad_out, lookup, weights.shape[1])
         if indexes.divisors is not None:
             bag_grads = bag_grads / indexes.divisors
-        rows = weights.index_select(0, indexes.position_slots)
+        rows = weights.index_select(0, indexes.position_slots).float()
         return (bag_grads.index_select(0, indexes.bag_of_position) * rows).sum(1)
 
     @torch.no_grad()
@@ -704,7 +717,7 @@ class TorchBackend:
         """The formulas of `UpdateRule` on the rows at `places`."""
         if len(states) != rule.state_count:
             raise ShapeError(f"states has {len(states)} arrays; {rule.kind} needs {rule.state_count}")
-        rows = weights.index_select(0, places)
+        rows = weights.index_select(0, places).float()
         old = [state.index_select(0, places) for state in states]
         if rule.weight_decay != 0:
             grad = grad + rule.weight_decay * rows
@@ -718,7 +731,7 @@ class TorchBackend:
             squares = grad * grad
             total = old[0] + (squares if rule.kind == "adagrad" else squares.mean(1, keepdim=True))
             new, change = [total], grad / (total.sqrt() + rule.eps)
-        weights.index_copy_(0, places, rows - rule.lr * change)
+        weights.index_copy_(0, places, (rows - rule.lr * change).to(weights.dtype))
         for state, values in zip(states, new, strict=True):
             state.index_copy_(0, places, values)
 

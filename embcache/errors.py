@@ -29,6 +29,14 @@ __all__ = [
 ]
 
 
+def shown(value: Any) -> str:
+    """`repr(value)` for a message, also for an integer of more digits than Python agrees to print."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"<{type(value).__name__} too long to print>"
+
+
 def whole_number(value: Any) -> int | None:
     """`value` as int, or None where it is none: booleans, fractions, arrays and whatever else a caller may pass.
 

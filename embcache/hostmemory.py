@@ -21,8 +21,8 @@ HUGE_PAGE_BYTES = 2 << 20
 MADV_WIPEONFORK = 18
 
 
-def map_rows(rows: int, dim: int) -> Tensor:
-    """A zeroed float32 (rows, dim) in its own mapping: huge pages, given by the kernel at first touch.
+def map_rows(rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """A zeroed (rows, dim) of `dtype` in its own mapping: huge pages, given by the kernel at first touch.
 
     A forked child sees zeros instead: it neither copies nor pins the parent's rows. The tensor's storage holds the
     mapping, which is unmapped with the last tensor on it.
@@ -32,13 +32,13 @@ def map_rows(rows: int, dim: int) -> Tensor:
     OSError, OverflowError, ValueError
         Where the mapping is refused.
     """
-    memory = mmap.mmap(-1, rows * dim * 4 + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, rows * dim * dtype.itemsize + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Both are advice: a kernel without huge pages, or before 4.14, says no, and the buffer works as well.
     for advice in (mmap.MADV_HUGEPAGE, MADV_WIPEONFORK):
         with contextlib.suppress(OSError):
             memory.madvise(advice)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
-    return torch.frombuffer(memory, dtype=torch.float32, count=rows * dim, offset=start).view(rows, dim)
+    return torch.frombuffer(memory, dtype=dtype, count=rows * dim, offset=start).view(rows, dim)
 
 
 def _read_number(path: Path) -> int | None:

@@ -1,8 +1,8 @@
 """Where things stand in a collection: the order of its tables, their dim groups, the columns of its output, and how a
 feature-major batch becomes the flat, table-major arrays that the planner and the kernels work on.
 
-Tables of equal dim stand next to each other, so that one kernel call serves a whole dim group. Groups whose dim divides
-by a larger power of two come first: then every group of one contiguous allocation starts at its rows' natural
+Tables of equal dim and dtype stand next to each other, so that one kernel call serves a whole dim group. Groups whose dim
+divides by a larger power of two come first: then every group of one contiguous allocation starts at its rows' natural
 alignment, without padding. The order of tables in here is *not* the user's; output names and columns are.
 """
 
@@ -19,6 +19,7 @@ from ._core.batch import batch_offsets
 from .config import TableConfig
 from .errors import ConfigError, ShapeError
 from .features import JaggedFeatures, check_lengths, refuse_lengths
+from .rowtypes import ROW_TYPES
 
 __all__ = ["DimGroup", "FlatBatch", "TableLayout"]
 
@@ -27,9 +28,10 @@ REMEMBERED_KEY_LISTS = 64
 
 @dataclass(frozen=True)
 class DimGroup:
-    """Tables of one dim: half-open ranges of tables and of columns (a column is one feature of one table)."""
+    """Tables of one dim and dtype: half-open ranges of tables and of columns (a column is one feature of one table)."""
 
     dim: int
+    dtype: str
     first_table: int
     last_table: int
     first_column: int
@@ -110,9 +112,7 @@ class TableLayout:
                     f"table {name!r} is listed {names.count(name)} times; table names are unique within a collection"
                 )
         self.names = names
-        self.tables = sorted(
-            tables, key=lambda table: (-min(table.embedding_dim & -table.embedding_dim, 16), table.embedding_dim)
-        )
+        self.tables = sorted(tables, key=_place)
         self.index_of = {table.name: t for t, table in enumerate(self.tables)}
         self.column_features: list[str] = []
         self.column_table: list[int] = []
@@ -128,11 +128,11 @@ class TableLayout:
         self._sources: dict[tuple[str, ...], tuple[np.ndarray, bool]] = {}
 
     def _make_groups(self) -> list[DimGroup]:
-        dims = [table.embedding_dim for table in self.tables]
-        starts = [t for t, dim in enumerate(dims) if t == 0 or dim != dims[t - 1]]
-        stops = [*starts[1:], len(dims)]
+        kinds = [(table.embedding_dim, table.dtype) for table in self.tables]
+        starts = [t for t, kind in enumerate(kinds) if t == 0 or kind != kinds[t - 1]]
+        stops = [*starts[1:], len(kinds)]
         first = self._first_column
-        return [DimGroup(dims[a], a, b, int(first[a]), int(first[b])) for a, b in zip(starts, stops, strict=True)]
+        return [DimGroup(*kinds[a], a, b, int(first[a]), int(first[b])) for a, b in zip(starts, stops, strict=True)]
 
     def _name_outputs(self, tables: Sequence[TableConfig]) -> None:
         """Set the output names, dims and columns, in the user's order of tables."""
@@ -234,6 +234,12 @@ class TableLayout:
             lengths=batch.lengths(),
             sources=source,
         )
+
+
+def _place(table: TableConfig) -> tuple[int, int, int]:
+    """What tables are ordered by: alignment of a row, widest first; then dim and dtype."""
+    dim, types = table.embedding_dim, list(ROW_TYPES)
+    return -min((dim & -dim) * ROW_TYPES[table.dtype].bytes, 64), dim, types.index(table.dtype)
 
 
 def _features_of(table: TableConfig) -> list[str]:

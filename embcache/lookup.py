@@ -112,6 +112,11 @@ class TorchIndexes:
         return self._upload(self._lookup.slots[self._lookup.inverse[self._positions]])
 
     @cached_property
+    def position_uniques(self) -> Tensor:
+        """Unique of each position, counted from the group's first."""
+        return self._upload(self._lookup.inverse[self._positions] - self._lookup.unique_start)
+
+    @cached_property
     def unique_slots(self) -> Tensor:
         """Row of each unique."""
         return self._upload(self._lookup.slots[self._lookup.unique_start : self._lookup.unique_stop])

@@ -133,6 +133,7 @@ class EmbCacheManager:
             config.name,
             config.embedding_dim,
             state_dim=sum(widths),
+            dtype=config.dtype,
             initializer=initializer_spec(config.initializer),
             seed=config.seed,
             initial_state=state,
@@ -534,7 +535,8 @@ class EmbCacheManager:
             backend.gather_rows(weights, slots, out)
             return
         if len(resident):
-            backend.scatter_rows(out, resident, backend.gather_rows(weights, slots[resident]))
+            rows_here = torch.empty((len(resident), out.shape[1]), dtype=torch.float32, device=backend.device)
+            backend.scatter_rows(out, resident, backend.gather_rows(weights, slots[resident], rows_here))
         elsewhere = np.flatnonzero(where != PEEK_SLOT)
         keys, rows, where = keys[elsewhere], rows[elsewhere], where[elsewhere]
         with backend.staging((len(elsewhere), out.shape[1])) as block:

@@ -223,7 +223,8 @@ class CachedCollection(nn.Module):
         probe = fn(torch.empty(0, dtype=torch.float32, device=self.device))
         if probe.dtype is not torch.float32:
             raise ConfigError(
-                f"a collection's rows are float32 and cannot become {probe.dtype}; cast its outputs, or move it before casting the rest"
+                f"a collection computes in float32 and cannot become {probe.dtype}; cast its outputs, or move it before casting the rest. "
+                "How rows are kept is said by TableConfig(dtype=...)"
             )
         if probe.device != self.device:
             self._manager.move(probe.device)

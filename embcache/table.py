@@ -15,8 +15,9 @@ import numpy as np
 
 from ._core.digest import hash_strings as _hash_strings
 from ._core.table import Table
-from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros, shown
-from .errors import ChangedError, ClosedError, ConfigError, ShapeError, whole_number
+from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros
+from .errors import ChangedError, ClosedError, ConfigError, ShapeError, shown, whole_number
+from .rowtypes import ROW_TYPES, RowType, row_type
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -162,10 +163,17 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def as_rows(what: str, values: npt.ArrayLike, count: int, width: int, owner: str) -> npt.NDArray[np.float32]:
-    """Return `values` as a C-contiguous float32 (count, width) array, or raise `ShapeError`.
+def as_rows(
+    what: str, values: npt.ArrayLike, count: int, width: int, owner: str, kind: RowType = ROW_TYPES["float32"]
+) -> npt.NDArray[Any]:
+    """Return `values` as a C-contiguous (count, width) array of float32, or of the dtype of `kind` if they have it.
 
     An empty list is a batch of no rows. `what` and `owner` are for the message.
+
+    Raises
+    ------
+    ShapeError
+        For another shape; a dtype that NumPy cannot safely cast to float32; a finite number that is none in `kind`.
     """
     _refuse_masked(what, values, owner)
     try:
@@ -182,7 +190,57 @@ def as_rows(what: str, values: npt.ArrayLike, count: int, width: int, owner: str
         array = array.reshape(0, width)
     if array.shape != (count, width):
         raise ShapeError(f"{owner}: {what} has shape {array.shape}; give {(count, width)}")
-    return np.ascontiguousarray(array, dtype=np.float32)
+    rows = np.ascontiguousarray(array, dtype=kind.door if array.dtype == kind.door else np.float32)
+    if rows.dtype == np.float32 and kind.bytes < 4:
+        _refuse_overflow(what, rows, owner, kind)
+    return rows
+
+
+def _refuse_overflow(what: str, rows: npt.NDArray[np.float32], owner: str, kind: RowType) -> None:
+    """Raise `ShapeError` where storing would turn a finite number into an infinite one."""
+    if rows.size == 0 or (rows.max() < kind.end and rows.min() > -kind.end):
+        return
+    sizes = np.abs(rows)
+    lost = (sizes >= kind.end) & (sizes < np.inf)
+    if lost.any():
+        row, column = np.unravel_index(int(lost.argmax()), rows.shape)
+        raise ShapeError(
+            f"{owner}: {what}[{row}, {column}] = {float(rows[row, column])} is infinite in {kind.name}; give numbers below {kind.end:g} "
+            "in size, clip them, or use a wider dtype (infinity and NaN themselves are data)"
+        )
+
+
+def check_out(what: str, out: Any, shape: tuple[int, ...], owner: str, *dtypes: Any) -> None:
+    """Raise `ShapeError` unless `out` is a writeable, C-contiguous array of `shape` and one of `dtypes`."""
+    _refuse_masked(what, out, owner)
+    if not isinstance(out, np.ndarray) or out.dtype not in dtypes:
+        found = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
+        raise ShapeError(f"{owner}: {what} is {found}; give a {' or '.join(str(np.dtype(d)) for d in dtypes)} array")
+    if out.shape != shape:
+        raise ShapeError(f"{owner}: {what} has shape {out.shape}; give {shape}")
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise ShapeError(f"{owner}: {what} is read-only or not C-contiguous; give a writeable, C-contiguous array")
+
+
+def apart(keys: npt.NDArray[np.int64], *outs: npt.NDArray[Any] | None) -> npt.NDArray[np.int64]:
+    """`keys`, or a copy where an array that is about to be written shares their memory."""
+    return keys.copy() if any(out is not None and np.may_share_memory(keys, out) for out in outs) else keys
+
+
+def check_rows_out(
+    out: Any, count: int, dim: int, state_dim: int, owner: str, kind: RowType
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+    """The (weights, state) arrays that `lookup_rows` shall fill: new ones for None, else those of `out`, checked."""
+    if out is None:
+        return np.empty((count, dim), dtype=kind.door), np.empty((count, state_dim), dtype=np.float32)
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise ShapeError(f"{owner}: out is {type(out).__name__}; give a pair of arrays (weights, state)")
+    weights, state = out
+    check_out("out[0]", weights, (count, dim), owner, *dict.fromkeys((kind.door, np.dtype(np.float32))))
+    check_out("out[1]", state, (count, state_dim), owner, np.dtype(np.float32))
+    if np.may_share_memory(weights, state):
+        raise ShapeError(f"{owner}: the two arrays of out share memory; give separate ones")
+    return weights, state
 
 
 class EmbTable:
@@ -197,7 +255,7 @@ class EmbTable:
     state_dim : int
         Floats of optimizer state of a row, 0 to 32768.
     dtype : str
-        ``"float32"`` in this version.
+        How weights are kept: ``"float32"``, ``"float16"`` or ``"bfloat16"``; state is float32.
     initializer : Initializer
         Rule of the initial weights, ``Uniform(-0.05, 0.05)`` unless given; the state of a new row is zero.
     seed : int
@@ -209,6 +267,10 @@ class EmbTable:
 
     Notes
     -----
+    A float16 table reads and takes NumPy's float16; a bfloat16 table float32, as NumPy has no bfloat16. Both take float32,
+    rounded to nearest even: a finite number that would become infinite is refused, NaN stays NaN. Initial values are
+    rounded in the same way.
+
     Keys are integers of any dtype and stride; floats and booleans are refused. A call either succeeds or raises before
     anything changed: `ShapeError`, `ConfigError`, `HostMemoryError`, `ClosedError`, or `ForkError` in a forked child.
     No method touches frequencies or timestamps.
@@ -240,8 +302,7 @@ class EmbTable:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"EmbTable: name = {name!r}; give a non-empty string")
         owner = f"table {name!r}"
-        if dtype != "float32":
-            raise ConfigError(f'{owner}: dtype = {dtype!r}; this version stores "float32" only')
+        kind = row_type(owner, dtype)
         if directory is not None:
             raise ConfigError(
                 f"{owner}: directory = {directory!r}; this version keeps tables in memory only, leave it out"
@@ -259,11 +320,12 @@ class EmbTable:
             name,
             dim,
             state_dim=state_dim,
+            dtype=dtype,
             initializer=initializer_spec(initializer),
             seed=seed,
             num_threads=num_threads,
         )
-        self._owner = owner
+        self._owner, self._kind = owner, kind
 
     @property
     def core(self) -> Table:
@@ -281,6 +343,11 @@ class EmbTable:
         return self._core.state_dim
 
     @property
+    def dtype(self) -> str:
+        """How weights are kept: ``"float32"``, ``"float16"`` or ``"bfloat16"``."""
+        return self._core.dtype
+
+    @property
     def seed(self) -> int:
         """Seed of the initial values."""
         return self._core.seed
@@ -293,51 +360,49 @@ class EmbTable:
     # ------------------------------------------------------------------------------------------------------------ rows
 
     def lookup(
-        self, keys: npt.ArrayLike, out: npt.NDArray[np.float32] | None = None, *, insert: bool = True
-    ) -> npt.NDArray[np.float32]:
+        self, keys: npt.ArrayLike, out: npt.NDArray[Any] | None = None, *, insert: bool = True
+    ) -> npt.NDArray[Any]:
         """Return the weights of each key.
 
         Parameters
         ----------
         keys : array-like of integers, (n,)
-        out : ndarray of float32, (n, dim), optional
-            C-contiguous and writeable; receives the result. A reused `out` saves the page faults of a new array.
+        out : ndarray, (n, dim), optional
+            C-contiguous and writeable, of the dtype that the table reads, or float32; receives the result. A reused `out`
+            saves the page faults of a new array.
         insert : bool
             True: absent keys are inserted with their initial value. False: they read it and stay absent.
 
         Returns
         -------
-        ndarray of float32, (n, dim)
-            `out`, or a new array.
+        ndarray, (n, dim)
+            `out`, or a new array: float16 for a float16 table, else float32.
         """
         checked = as_keys(keys, self._owner)
         shape = (len(checked), self.dim)
         if out is None:
-            out = np.empty(shape, dtype=np.float32)
+            out = np.empty(shape, dtype=self._kind.door)
         else:
-            self._check_out(out, shape)
+            check_out("out", out, shape, self._owner, *dict.fromkeys((self._kind.door, np.dtype(np.float32))))
+            checked = apart(checked, out)
         self._core.lookup(checked, out, bool(insert))
         return out
 
-    def _check_out(self, out: npt.NDArray[np.float32], shape: tuple[int, int]) -> None:
-        _refuse_masked("out", out, self._owner)
-        if not isinstance(out, np.ndarray) or out.dtype != np.float32:
-            found = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
-            raise ShapeError(f"{self._owner}: out is {found}; give a float32 array")
-        if out.shape != shape:
-            raise ShapeError(f"{self._owner}: out has shape {out.shape}; give {shape}")
-        if not out.flags.c_contiguous or not out.flags.writeable:
-            raise ShapeError(
-                f"{self._owner}: out is read-only or not C-contiguous; give a writeable, C-contiguous array"
-            )
+    def find(self, keys: npt.ArrayLike, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+        """Return the row index of each key, -1 where absent: int64 (n,), in `out` if given."""
+        return self._rows_of(self._core.find, keys, out)
 
-    def find(self, keys: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the row index of each key, -1 where absent: int64 (n,)."""
-        return self._core.find(as_keys(keys, self._owner))
+    def insert(self, keys: npt.ArrayLike, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+        """Insert the absent keys with their initial values; return the row index of each key: int64 (n,), in `out` if given."""
+        return self._rows_of(self._core.insert, keys, out)
 
-    def insert(self, keys: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Insert the absent keys with their initial values; return the row index of each key: int64 (n,)."""
-        return self._core.insert(as_keys(keys, self._owner))
+    def _rows_of(self, door: Any, keys: npt.ArrayLike, out: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+        checked = as_keys(keys, self._owner)
+        if out is not None:
+            check_out("out", out, checked.shape, self._owner, np.dtype(np.int64))
+            checked = apart(checked, out)
+        rows: npt.NDArray[np.int64] = door(checked, out)
+        return rows
 
     def assign(self, keys: npt.ArrayLike, weights: npt.ArrayLike, state: npt.ArrayLike | None = None) -> None:
         """Insert or overwrite rows.
@@ -347,18 +412,26 @@ class EmbTable:
         keys : array-like of integers, (n,)
             Of a repeated key the last row wins.
         weights : array-like, (n, dim)
-            float32, or what NumPy calls a safe cast to it. NaN is data.
+            float32, or what NumPy calls a safe cast to it. NaN and infinity are data. A float16 or bfloat16 table rounds
+            float32 to nearest even, and raises `ShapeError` for a finite number that would become infinite.
         state : array-like, (n, state_dim), optional
             Default: the state becomes zero.
         """
         checked = as_keys(keys, self._owner)
-        rows = as_rows("weights", weights, len(checked), self.dim, self._owner)
+        rows = as_rows("weights", weights, len(checked), self.dim, self._owner, self._kind)
         states = None if state is None else as_rows("state", state, len(checked), self.state_dim, self._owner)
         self._core.assign(checked, rows, states)
 
-    def lookup_rows(self, keys: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return weights (n, dim) and state (n, state_dim) of each key; an absent key reads its initial values and stays absent."""
-        return self._core.lookup_rows(as_keys(keys, self._owner))
+    def lookup_rows(
+        self, keys: npt.ArrayLike, out: tuple[npt.NDArray[Any], npt.NDArray[np.float32]] | None = None
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+        """Return weights (n, dim) and state (n, state_dim) of each key; an absent key reads its initial values and stays absent.
+
+        `out`, a pair of such arrays, receives the result; weights as in `lookup`, state float32.
+        """
+        checked = as_keys(keys, self._owner)
+        weights, state = check_rows_out(out, len(checked), self.dim, self.state_dim, self._owner, self._kind)
+        return self._core.lookup_rows(apart(checked, weights, state), weights, state)
 
     def erase(self, keys: npt.ArrayLike) -> int:
         """Remove keys and return how many were there; absent ones and repetitions are passed over."""
@@ -371,7 +444,7 @@ class EmbTable:
     ) -> Iterator[
         tuple[
             npt.NDArray[np.int64],
-            npt.NDArray[np.float32],
+            npt.NDArray[Any],
             npt.NDArray[np.float32],
             npt.NDArray[np.int64] | None,
             npt.NDArray[np.int64] | None,
@@ -387,7 +460,7 @@ class EmbTable:
         Yields
         ------
         (keys, weights, state, frequency, timestamp)
-            int64 (k,), float32 (k, dim), float32 (k, state_dim), and int64 (k,) each; frequency and timestamp are None
+            int64 (k,), (k, dim) as in `lookup`, float32 (k, state_dim), and int64 (k,) each; frequency and timestamp are None
             for a table without a filter, as every EmbTable is. All are copies.
 
         Raises
@@ -408,7 +481,7 @@ class EmbTable:
                 self._check_version(version)
                 return
             keys, frequency, timestamp = self._core.columns(rows)
-            weights = np.empty((len(rows), self.dim), dtype=np.float32)
+            weights = np.empty((len(rows), self.dim), dtype=self._kind.door)
             state = np.empty((len(rows), self.state_dim), dtype=np.float32)
             self._core.read_into(rows, weights, None, [state] if self.state_dim else [])
             self._check_version(version)
@@ -467,10 +540,11 @@ class EmbTable:
 
         def __getattr__(self, name: str) -> Any:
             """Reached only for what `__init__` would have set, or for what does not exist."""
-            if name in ("_core", "_owner", "name", "initializer"):
+            if name in ("_core", "_owner", "_kind", "name", "initializer"):
                 raise ClosedError(f"{type(self).__name__}: never constructed; make one with EmbTable(name, dim)")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         rows = "closed" if self.closed else f"{len(self)} rows"
-        return f"EmbTable({self.name!r}, dim={self.dim}, state_dim={self.state_dim}, {rows})"
+        kind = "" if self.dtype == "float32" else f", dtype={self.dtype!r}"
+        return f"EmbTable({self.name!r}, dim={self.dim}, state_dim={self.state_dim}{kind}, {rows})"

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT
-from .errors import ChangedError, ConfigError, ShapeError, whole_number
-from .table import as_keys, as_rows
+from .errors import ChangedError, ConfigError, whole_number
+from .rowtypes import ROW_TYPES
+from .table import apart, as_keys, as_rows, check_out, check_rows_out
 
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
@@ -33,6 +34,8 @@ class TableView:
     dim : int
     state_dim : int
         Optimizer state elements of a row.
+    dtype : str
+        How weights are kept; what is read and taken is as for `EmbTable`.
 
     Notes
     -----
@@ -52,12 +55,13 @@ class TableView:
         self._manager, self._table = manager, table
         self._host = manager.host_tables[table]
         self.name, self.dim, self.state_dim = self._host.name, self._host.dim, self._host.state_dim
+        self.dtype, self._kind = self._host.dtype, ROW_TYPES[self._host.dtype]
         self._owner = f"table {self.name!r}"
 
     # ------------------------------------------------------------------------------------------------------------ reads
 
     def lookup(self, keys: Any, out: np.ndarray | None = None, *, insert: bool = True) -> np.ndarray:
-        """Return the weights of `keys`, float32 (n, dim); unknown keys are inserted, or with ``insert=False`` only read.
+        """Return the weights of `keys`, (n, dim), in `out` if given; unknown keys are inserted, or with ``insert=False`` only read.
 
         An unknown key reads its initial value, or with ``insert=False`` the not-admitted default where a filter has not
         admitted it.
@@ -71,17 +75,10 @@ class TableView:
         array = as_keys(keys, self._owner)
         shape = (len(array), self.dim)
         if out is None:
-            out = np.empty(shape, dtype=np.float32)
-        elif (
-            not isinstance(out, np.ndarray)
-            or out.shape != shape
-            or out.dtype != np.float32
-            or not out.flags.c_contiguous
-            or not out.flags.writeable
-        ):
-            raise ShapeError(f"{self._owner}: out must be a writeable, contiguous float32 array of shape {shape}")
-        elif np.may_share_memory(out, array):
-            array = array.copy()  # the keys are read again after rows have been written
+            out = np.empty(shape, dtype=self._kind.door)
+        else:
+            check_out("out", out, shape, self._owner, *dict.fromkeys((self._kind.door, np.dtype(np.float32))))
+            array = apart(array, out)
         with self._manager.door:
             if insert:
                 self._insert(array)
@@ -89,22 +86,28 @@ class TableView:
             self._overlay(*self._manager.planner.peek(array, self._table), out, None)
         return out
 
-    def find(self, keys: Any) -> np.ndarray:
-        """Row indexes of `keys`, int64 (n,); -1 where absent."""
+    def find(self, keys: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Row indexes of `keys`, int64 (n,), in `out` if given; -1 where absent."""
         array = as_keys(keys, self._owner)
+        if out is not None:
+            check_out("out", out, array.shape, self._owner, np.dtype(np.int64))
         with self._manager.door:
             rows: np.ndarray = self._manager.planner.peek(array, self._table)[1]
-            return rows
+            return _handed(rows, out)
 
-    def lookup_rows(self, keys: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Weights float32 (n, dim) and state float32 (n, state_dim) of `keys`, without inserting.
+    def lookup_rows(
+        self, keys: Any, out: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Weights (n, dim) and state float32 (n, state_dim) of `keys`, in the pair `out` if given, without inserting.
 
         An absent key reads its initial weights (or the not-admitted default) and its initial state.
         """
         array = as_keys(keys, self._owner)
+        weights, state = check_rows_out(out, len(array), self.dim, self.state_dim, self._owner, self._kind)
+        array = apart(array, weights, state)
         with self._manager.door:
             # A key that an unfinished batch made is found here, where for us it is absent; what it reads is the same.
-            weights, state = self._host.lookup_rows(array)
+            self._host.lookup_rows(array, weights, state)
             self._overlay(*self._manager.planner.peek(array, self._table), weights, state)
         return weights, state
 
@@ -118,7 +121,7 @@ class TableView:
         resident = np.flatnonzero(where == PEEK_SLOT)
         if len(resident):
             found, *parts = self._manager.buffer.read(self._table, slots[resident])
-            weights[resident] = found
+            weights[resident] = self._kind.from_storage(found)
             if states:
                 state_rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
                 states[0][resident] = state_rows
@@ -177,7 +180,7 @@ class TableView:
         if not seen.all():
             rows, keys, counts, stamps = rows[seen], keys[seen], counts[seen], stamps[seen]
             slots, where = slots[seen], where[seen]
-        weights = np.empty((len(rows), self.dim), dtype=np.float32)
+        weights = np.empty((len(rows), self.dim), dtype=self._kind.door)
         state = np.empty((len(rows), self.state_dim), dtype=np.float32)
         self._overlay(slots, rows, where, weights, state)
         if self._host.with_filter and len(residents[0]):
@@ -214,8 +217,8 @@ class TableView:
 
     # ---------------------------------------------------------------------------------------------------------- changes
 
-    def insert(self, keys: Any) -> np.ndarray:
-        """Insert the keys that are absent, with their initial values; return row indexes, int64 (n,).
+    def insert(self, keys: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Insert the keys that are absent, with their initial values; return row indexes, int64 (n,), in `out` if given.
 
         Raises
         ------
@@ -223,8 +226,10 @@ class TableView:
             An absent key that an unfinished batch uses.
         """
         array = as_keys(keys, self._owner)
+        if out is not None:
+            check_out("out", out, array.shape, self._owner, np.dtype(np.int64))
         with self._manager.door:
-            return self._insert(array)
+            return _handed(self._insert(array), out)
 
     def _insert(self, keys: np.ndarray) -> np.ndarray:
         rows: np.ndarray
@@ -245,7 +250,7 @@ class TableView:
             A key that an unfinished batch uses; nothing changes then.
         """
         array = as_keys(keys, self._owner)
-        new_weights = as_rows("weights", weights, len(array), self.dim, self._owner)
+        new_weights = as_rows("weights", weights, len(array), self.dim, self._owner, self._kind)
         new_state = None if state is None else as_rows("state", state, len(array), self.state_dim, self._owner)
         with self._manager.door:
             # The resident copy becomes the host row before it is dropped: should the host refuse, nothing is lost.
@@ -276,3 +281,11 @@ class TableView:
             self._manager.planner.drop(self._table, array)
             self._manager.door.changes += 1
             return int(self._host.erase(array))
+
+
+def _handed(rows: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    """`rows`, in the caller's array if there is one."""
+    if out is None:
+        return rows
+    out[...] = rows
+    return out

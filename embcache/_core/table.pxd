@@ -25,6 +25,12 @@ cdef extern from "ec_init.h":
         float b
         int kind
 
+cdef extern from "ec_types.h":
+    const int EC_FLOAT32
+    const int EC_FLOAT16
+    const int EC_BFLOAT16
+    int64_t ec_type_bytes(int type) noexcept nogil
+
 cdef extern from "ec_table.h":
     const int EC_LIVE      # flag: the row's key is in the index
     const int EC_RESIDENT  # flag: the row has a slot; written by the planner only
@@ -33,6 +39,7 @@ cdef extern from "ec_table.h":
     ctypedef struct ec_table:
         int64_t dim              # weights of a row
         int64_t state_dim        # state floats of a row
+        int type                 # of the weights: EC_FLOAT32, EC_FLOAT16 or EC_BFLOAT16
         int with_filter          # whether the frequency and timestamp columns exist
         int closed
         int64_t live             # keys in the table
@@ -41,7 +48,7 @@ cdef extern from "ec_table.h":
         int64_t partition_count
         uint64_t version         # changes with every change of content
 
-    float *ec_table_weights(const ec_table *t, int64_t row) noexcept nogil
+    void *ec_table_weights(const ec_table *t, int64_t row) noexcept nogil
     float *ec_table_state(const ec_table *t, int64_t row) noexcept nogil
     # Columns, valid for live and limbo rows; freq and ts only with a filter.
     int64_t *table_key "ec_table_key"(const ec_table *t, int64_t row) noexcept nogil
@@ -62,8 +69,9 @@ cdef extern from "ec_table.h":
 cdef extern from "ec_rows.h":
     # Rows outside the table: weights and the state cut into `parts` arrays (Adagrad: one of dim; Adam: two of dim; ...).
     ctypedef struct ec_rows_buffer:
-        float *weights
-        int64_t stride          # floats from one row of `weights` to the next
+        void *weights
+        int64_t stride          # bytes from one row of `weights` to the next
+        int type                # of `weights`: the table's, copied bit by bit, or EC_FLOAT32
         float **states          # pointer to the first row of each part
         const int64_t *widths   # floats of a row of each part; the widths add up to state_dim
         int64_t parts           # 0: weights only; -1: writing sets the state to zero
@@ -89,8 +97,9 @@ cdef void table_read(ec_table *t, const int64_t *rows, int64_t n, const ec_rows_
 # Buffer rows -> table rows; of several elements with the same row the last wins.
 cdef void table_write(ec_table *t, const int64_t *rows, int64_t n, const ec_rows_buffer *buffer, int num_threads) noexcept nogil
 
-# Initial weights of keys, without inserting: out[i * stride ...]. `hashes` may be NULL.
-cdef void table_init_rows(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, float *out, int64_t stride,
+# Initial weights of keys, without inserting, as rows of `type` (the table's, or EC_FLOAT32) one behind the other.
+# `hashes` may be NULL.
+cdef void table_init_rows(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, void *out, int type,
                           int num_threads) noexcept nogil
 
 # Live rows in row order from *cursor (start at 0) on: up to `most` row indexes; *cursor moves behind them; 0 at the end.
@@ -100,6 +109,7 @@ cdef int64_t table_scan(ec_table *t, int64_t *cursor, int64_t *rows, int64_t mos
 cdef class Table:
     cdef ec_table *t               # never NULL once constructed; t.closed says whether it may still be used
     cdef readonly str name
+    cdef readonly str dtype        # of the weights: "float32", "float16" or "bfloat16"
     cdef readonly int64_t seed
     cdef readonly int num_threads  # default of the doors
     cdef int64_t pid               # the process that made it
@@ -110,8 +120,13 @@ cdef class Table:
     cdef object failure(self, int status, int64_t keys)  # the exception for a failed insert of `keys` keys
     cdef int check_rows(self, const int64_t[::1] rows, int64_t limit, str what) except -1
     cdef int check_shape(self, str what, int64_t rows, int64_t columns, int64_t want_rows, int64_t want_columns) except -1
-    cdef int lookup_missing(self, const int64_t[::1] keys, const int64_t[::1] places, float[:, ::1] out) except -1
-    cdef int move_rows(self, const int64_t[::1] rows, const float[:, ::1] weights, const int64_t[::1] places, object states,
+    # The memory of rows of weights; `rows` -1: any number. The caller releases it.
+    cdef int open_weights(self, str what, object weights, int64_t rows, bint write, Py_buffer *at, int *type) except -1
+    cdef int lookup_missing(self, const int64_t[::1] keys, const int64_t[::1] places, void *out, int type) except -1
+    cdef int move_rows(self, const int64_t[::1] rows, object weights, const int64_t[::1] places, object states,
                        bint write) except -1
+    cdef int move_opened(self, const int64_t[::1] rows, int64_t height, ec_rows_buffer *buffer, const int64_t[::1] places,
+                         object states, bint write) except -1
+    cdef object unfit(self, str what, object weights, bint write)
     cdef int settle_limbo(self, const int64_t[::1] keys, const int64_t[::1] rows, bint attach) except -1
     cdef int64_t mapped_bytes(self) noexcept

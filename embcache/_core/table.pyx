@@ -15,6 +15,7 @@ import numpy as np
 from embcache._core.digest import random_seed
 from embcache.errors import ClosedError, ConfigError, ForkError, HostMemoryError, ShapeError, whole_number
 
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cython cimport final
 from libc.math cimport isfinite
 from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -33,7 +34,6 @@ cdef extern from "ec_init.h":
     const int EC_INIT_NORMAL
     const int EC_INIT_TRUNCATED
     const int EC_INIT_RAMP
-    void ec_init_row(const ec_init *init, uint64_t hash, float *out, int64_t dim) noexcept nogil
 
 cdef extern from "<pthread.h>":
     ctypedef struct pthread_rwlock_t:
@@ -52,6 +52,7 @@ cdef extern from "<pthread.h>":
 
 cdef extern from "ec_table.h":
     const int64_t EC_SPLIT_ABOVE
+    const int64_t EC_NARROW_DIM_MAX
 
     ctypedef struct ec_partition:
         ec_index index
@@ -63,7 +64,7 @@ cdef extern from "ec_table.h":
     # The fields of ec_table that only this module touches.
     ctypedef struct ec_table_fields "ec_table":
         int64_t dim, state_dim, state_at
-        int with_filter, closed
+        int type, with_filter, closed
         ec_arena rows, states, keys, flags, frequencies, timestamps
         int64_t row_limit
         ec_partition *partitions
@@ -79,6 +80,7 @@ cdef extern from "ec_table.h":
         pthread_rwlock_t lock
 
     ec_partition *ec_partitions_copy(const ec_partition *source, int64_t count, int64_t slots) noexcept nogil
+    void ec_table_initial(const ec_table *t, uint64_t hash, void *to, int type) noexcept nogil
     int ec_table_split_large(ec_table *t) noexcept nogil
     int ec_table_back_locals(ec_table *t) noexcept nogil
 
@@ -88,8 +90,9 @@ cdef extern from "ec_rows.h":
         int64_t to, settled, born
         int status
 
-    int ec_streams(const float *out, int64_t stride, int64_t dim, int64_t rows) noexcept nogil
-    int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, float *out, uint8_t *missing, int stream) noexcept nogil
+    int ec_streams(const void *out, int64_t stride, int64_t bytes, int64_t rows) noexcept nogil
+    int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing,
+                           int stream) noexcept nogil
     void ec_read_span(const ec_table *t, const int64_t *rows, int64_t begin, int64_t end, const ec_rows_buffer *buffer,
                       int stream) noexcept nogil
     void ec_write_share(const ec_table *t, const int64_t *rows, int64_t n, const ec_rows_buffer *buffer, int64_t share,
@@ -120,14 +123,17 @@ INIT_KINDS = {
     "linear_ramp": EC_INIT_RAMP,
 }
 
+DTYPES = {"float32": EC_FLOAT32, "float16": EC_FLOAT16, "bfloat16": EC_BFLOAT16}
+# Least size of a float32 that rounds to infinity in each type; float32 itself: infinity.
+cdef double *ENDS = [float("inf"), 65520.0, 3.39617752923046e38]
+
 
 # ------------------------------------------------------------------------------------------------- life of an ec_table
 
 
-cdef int64_t _stride(int64_t floats) noexcept nogil:
-    """Bytes of a row: padded to whole cache lines, or below one line to a power of two, so that no row straddles."""
-    cdef int64_t count = floats * <int64_t>sizeof(float)
-    cdef int64_t padded = 4
+cdef int64_t _stride(int64_t count) noexcept nogil:
+    """Bytes of a row of `count`: padded to whole cache lines, or below one line to a power of two, so that no row straddles."""
+    cdef int64_t padded = 1
     if count > 32:
         return (count + 63) // 64 * 64
     while padded < count:
@@ -161,20 +167,22 @@ cdef void _destroy(ec_table *handle) noexcept nogil:
     t.limbo = 0
 
 
-cdef ec_table *_create(int64_t dim, int64_t state_dim, bint with_filter, int64_t split_above, uint64_t index_seed,
+cdef ec_table *_create(int64_t dim, int64_t state_dim, int type, bint with_filter, int64_t split_above, uint64_t index_seed,
                        const float *initial_state) noexcept nogil:
     cdef ec_table_fields *t = <ec_table_fields *>calloc(1, sizeof(ec_table_fields))
+    cdef int64_t weight_bytes = dim * ec_type_bytes(type)
     cdef pthread_rwlockattr_t attributes
     cdef bint state_column = 0 < state_dim <= 2
     if t == NULL:
         return NULL
     t.dim = dim
     t.state_dim = state_dim
-    t.state_at = -1 if state_column else dim
+    t.type = type
+    t.state_at = -1 if state_column else (weight_bytes + 3) // 4
     t.with_filter = with_filter
     t.split_above = split_above
-    ec_arena_init(&t.rows, _stride(dim + (0 if state_column else state_dim)))
-    ec_arena_init(&t.states, _stride(state_dim if state_column else 1))
+    ec_arena_init(&t.rows, _stride(weight_bytes if state_column or state_dim == 0 else 4 * (t.state_at + state_dim)))
+    ec_arena_init(&t.states, _stride(4 * state_dim if state_column else 4))
     ec_arena_init(&t.keys, sizeof(int64_t))
     ec_arena_init(&t.flags, 1)
     ec_arena_init(&t.frequencies, sizeof(int64_t))
@@ -228,8 +236,8 @@ cdef struct Batch:
     const uint64_t *hashes
     int64_t n
     int64_t *rows
-    float *out
-    int64_t stride
+    void *out
+    int type                 # of `out`
     uint8_t *missing
     int64_t absent           # added to atomically
     int stream
@@ -371,22 +379,26 @@ cdef int table_insert(ec_table *handle, const int64_t *keys, const uint64_t *has
 cdef void _lookup_task(void *context, int64_t task) noexcept nogil:
     cdef Batch *b = <Batch *>context
     cdef int64_t begin = task * SPAN
-    cdef int64_t absent = ec_lookup_span(b.t, b.keys + begin, _span_size(b.n, task), b.out + begin * b.t.dim,
+    cdef int64_t absent = ec_lookup_span(b.t, b.keys + begin, _span_size(b.n, task),
+                                         <char *>b.out + begin * b.t.dim * ec_type_bytes(b.type), b.type,
                                          NULL if b.missing == NULL else b.missing + begin, b.stream)
     if absent:
         ec_add_relaxed(&b.absent, absent)
 
 
-cdef int64_t table_lookup(ec_table *t, const int64_t *keys, int64_t n, float *out, uint8_t *missing, int num_threads) noexcept nogil:
-    """Weights of keys into out (n, dim). Absent keys: initial values where `missing` is NULL, else missing[i] = 1. Returns their number."""
+cdef int64_t table_lookup(ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing,
+                          int num_threads) noexcept nogil:
+    """Weights of keys into out (n, dim) of `type`. Absent keys: initial values where `missing` is NULL, else missing[i] = 1. Returns their number."""
     cdef Batch b
+    cdef int64_t out_bytes = t.dim * ec_type_bytes(type)
     b.t = t
     b.keys = keys
     b.n = n
     b.out = out
+    b.type = type
     b.missing = missing
     b.absent = 0
-    b.stream = ec_streams(out, t.dim, t.dim, n)
+    b.stream = ec_streams(out, out_bytes, out_bytes, n)
     parallel_for(_lookup_task, &b, _spans(n), _threads_for(n, num_threads))
     return b.absent
 
@@ -403,7 +415,7 @@ cdef void table_read(ec_table *t, const int64_t *rows, int64_t n, const ec_rows_
     b.rows = <int64_t *>rows
     b.n = n
     b.buffer = buffer
-    b.stream = ec_streams(buffer.weights, buffer.stride, t.dim, n)
+    b.stream = ec_streams(buffer.weights, buffer.stride, t.dim * ec_type_bytes(buffer.type), n)
     parallel_for(_read_task, &b, _spans(n), _threads_for(n, num_threads))
 
 
@@ -428,10 +440,10 @@ cdef void _init_task(void *context, int64_t task) noexcept nogil:
     cdef Batch *b = <Batch *>context
     cdef int64_t i, begin = task * SPAN
     for i in range(begin, begin + _span_size(b.n, task)):
-        ec_init_row(&(<ec_table_fields *>b.t).init, ec_hash_at(b.keys, b.hashes, i), b.out + i * b.stride, b.t.dim)
+        ec_table_initial(b.t, ec_hash_at(b.keys, b.hashes, i), <char *>b.out + i * b.t.dim * ec_type_bytes(b.type), b.type)
 
 
-cdef void table_init_rows(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, float *out, int64_t stride,
+cdef void table_init_rows(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, void *out, int type,
                           int num_threads) noexcept nogil:
     cdef Batch b
     b.t = t
@@ -439,7 +451,7 @@ cdef void table_init_rows(ec_table *t, const int64_t *keys, const uint64_t *hash
     b.hashes = hashes
     b.n = n
     b.out = out
-    b.stride = stride
+    b.type = type
     parallel_for(_init_task, &b, _spans(n), _threads_for(n, num_threads))
 
 
@@ -489,6 +501,13 @@ cdef int _integer(object owner, str name, object value, int64_t low, int64_t hig
     return 0
 
 
+cdef double _largest(str kind, double a, double b) noexcept:
+    """The size that no initial value exceeds: the generator's normal numbers lie within 8.3 standard deviations."""
+    if kind == "normal" or kind == "truncated_normal":
+        return abs(a) + (8.3 if kind == "normal" else 2.0) * abs(b)
+    return 0.0 if kind == "zeros" else abs(a) if kind == "constant" else max(abs(a), abs(b))
+
+
 @final
 cdef class Table:
     """Keys -> rows of weights and state in host memory.
@@ -498,9 +517,11 @@ cdef class Table:
     name : str
         With `seed`, what the initial values are made of.
     dim : int
-        Weights of a row (float32).
+        Weights of a row; at most 8192 where they are of 2 bytes.
     state_dim : int
         Optimizer state of a row (float32).
+    dtype : {"float32", "float16", "bfloat16"}
+        Element type of the weights.
     initializer : tuple of (str, float, float)
         ("zeros" | "constant" | "uniform" | "normal" | "truncated_normal" | "linear_ramp", a, b): (value, -), (low, high),
         (mean, std), (mean, std), (start, stop).
@@ -519,8 +540,9 @@ cdef class Table:
 
     Notes
     -----
-    Arrays are C-contiguous; keys, row indexes and places int64, rows float32. Arguments are checked before anything changes:
-    `ShapeError` or `ConfigError`; `HostMemoryError` leaves the table as it was; `ClosedError` after `close`;
+    Arrays are C-contiguous; keys, row indexes and places int64, state float32. Rows of weights are float32 (for a narrower
+    table widened when read, rounded to nearest even when written), or lie as in the table, bit by bit: float16 for a float16 table,
+    int16 for a bfloat16 table. Arguments are checked before anything changes: `ShapeError` or `ConfigError`; `HostMemoryError` leaves the table as it was; `ClosedError` after `close`;
     `ForkError` in a forked child.
 
     Thread safety: any thread may call at any time; reading calls run together, a changing call alone.
@@ -530,15 +552,18 @@ cdef class Table:
         self.t = NULL
         self.pid = getpid()
 
-    def __init__(self, str name not None, dim, *, state_dim=0, initializer=("uniform", -0.05, 0.05), seed=0, initial_state=None,
-                 bint with_filter=False, num_threads=None, split_above=EC_SPLIT_ABOVE, index_seed=None):
+    def __init__(self, str name not None, dim, *, state_dim=0, dtype="float32", initializer=("uniform", -0.05, 0.05), seed=0,
+                 initial_state=None, bint with_filter=False, num_threads=None, split_above=EC_SPLIT_ABOVE, index_seed=None):
         if self.t != NULL:
             raise ConfigError(f"table {self.name!r}: already constructed; make a new Table")
         owner = f"table {name!r}"
         cdef int64_t weights, state, split, table_seed
         cdef const float[::1] state_values
         cdef const float *state_from = NULL
-        _integer(owner, "dim", dim, 1, MOST_DIM, &weights)
+        if dtype not in DTYPES:
+            raise ConfigError(f"{owner}: dtype = {dtype!r}; give one of {', '.join(DTYPES)}")
+        cdef int type = DTYPES[dtype]
+        _integer(owner, "dim", dim, 1, MOST_DIM if type == EC_FLOAT32 else EC_NARROW_DIM_MAX, &weights)
         _integer(owner, "state_dim", state_dim, 0, 8 * MOST_DIM, &state)
         _integer(owner, "split_above", split_above, 1, EC_SPLIT_ABOVE << 16, &split)
         _integer(owner, "seed", seed, INT64_MIN, INT64_MAX, &table_seed)
@@ -548,6 +573,8 @@ cdef class Table:
         cdef float first = a, second = b
         if not isfinite(first) or not isfinite(second) or (kind in ("uniform", "linear_ramp") and not isfinite(second - first)):
             raise ConfigError(f"{owner}: initializer {initializer!r} leaves the range of float32; give smaller numbers")
+        if type != EC_FLOAT32 and _largest(kind, first, second) >= ENDS[type]:
+            raise ConfigError(f"{owner}: initializer {initializer!r} leaves the range of {dtype}, which ends at {ENDS[type]:g}; give smaller numbers")
         if initial_state is not None:
             state_values = np.ascontiguousarray(initial_state, dtype=np.float32)
             if state_values.shape[0] != state:
@@ -558,7 +585,7 @@ cdef class Table:
         cdef uint64_t bucket_seed = random_seed() if index_seed is None else index_seed & 0xFFFFFFFFFFFFFFFF
         encoded = name.encode("utf-8", "surrogatepass")
         cdef const char *characters = encoded
-        self.t = _create(weights, state, with_filter, split, bucket_seed, state_from)
+        self.t = _create(weights, state, type, with_filter, split, bucket_seed, state_from)
         if self.t == NULL:
             raise HostMemoryError(f"{owner}: no host memory for an empty table")
         cdef ec_init *init = &(<ec_table_fields *>self.t).init
@@ -568,6 +595,7 @@ cdef class Table:
         init.b = second
         self.name = name
         self.seed = table_seed
+        self.dtype = dtype
 
     def __dealloc__(self):
         # In a forked child the mappings do not exist (MADV_DONTFORK); something else may lie at their addresses.
@@ -602,8 +630,8 @@ cdef class Table:
     cdef object failure(self, int status, int64_t keys):
         if status == EC_NOMEM:
             return HostMemoryError(
-                f"table {self.name!r}: no host memory to insert {keys} keys into {self.t.live} rows of {self.t.dim + self.t.state_dim} "
-                f"floats ({self.mapped_bytes()} bytes held, about {ec_memory_room()} may still be had); the table is unchanged: "
+                f"table {self.name!r}: no host memory to insert {keys} keys into {self.t.live} rows of {self.t.dim} {self.dtype} "
+                f"weights and {self.t.state_dim} of state ({self.mapped_bytes()} bytes held, about {ec_memory_room()} may still be had); the table is unchanged: "
                 "insert fewer keys, erase some, or raise the limit (RLIMIT_AS, the cgroup's memory.max)")
         if status == EC_LIMIT:
             return HostMemoryError(f"table {self.name!r}: more rows than a table can number ({self.t.live} live); the table is unchanged")
@@ -623,6 +651,34 @@ cdef class Table:
             height = want_rows if want_rows >= 0 else "any"
             raise ShapeError(f"table {self.name!r}: {what} has shape ({rows}, {columns}); give ({height}, {want_columns})")
         return 0
+
+    cdef int open_weights(self, str what, object weights, int64_t rows, bint write, Py_buffer *at, int *type) except -1:
+        cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if write else 0)
+        cdef char kind = 0
+        try:
+            PyObject_GetBuffer(weights, at, flags)
+        except (TypeError, ValueError, BufferError):
+            raise self.unfit(what, weights, write) from None
+        if at.ndim == 2 and at.format != NULL and at.format[0] != 0 and at.format[1] == 0:
+            kind = at.format[0]
+        if kind == b"f":
+            type[0] = EC_FLOAT32
+        elif (kind == b"e" and self.t.type == EC_FLOAT16) or (kind == b"h" and self.t.type == EC_BFLOAT16):
+            type[0] = self.t.type
+        else:
+            PyBuffer_Release(at)
+            raise self.unfit(what, weights, write)
+        try:
+            self.check_shape(what, at.shape[0], at.shape[1], rows, self.t.dim)
+        except ShapeError:
+            PyBuffer_Release(at)
+            raise
+        return 0
+
+    cdef object unfit(self, str what, object weights, bint write):
+        found = f"{weights.dtype} of shape {weights.shape}" if isinstance(weights, np.ndarray) else type(weights).__name__
+        return ShapeError(f"table {self.name!r}: {what} is {found}; give a {'writeable, ' if write else ''}C-contiguous float32 (n, {self.t.dim})"
+                          f"{['', ', or float16', ', or its bits as int16'][self.t.type]}")
 
     # -------------------------------------------------------------------------------------------------------- properties
 
@@ -660,11 +716,13 @@ cdef class Table:
 
     # ------------------------------------------------------------------------------------------------------ keys to rows
 
-    def find(self, const int64_t[::1] keys not None):
-        """Row index of each key, -1 where absent: int64 (n,)."""
+    def find(self, const int64_t[::1] keys not None, rows=None):
+        """Row index of each key, -1 where absent: int64 (n,), written into `rows` if given."""
         cdef int64_t n = keys.shape[0]
-        rows = np.empty(n, dtype=np.int64)
+        if rows is None:
+            rows = np.empty(n, dtype=np.int64)
         cdef int64_t[::1] out = rows
+        self.check_shape("rows", out.shape[0], 1, n, 1)
         self.enter(False)
         try:
             if n:
@@ -674,14 +732,19 @@ cdef class Table:
             self.leave()
         return rows
 
-    def insert_born(self, const int64_t[::1] keys not None):
-        """Insert the absent keys: (row index of each key int64 (n,), 1 at the first place of each new key uint8 (n,))."""
+    def insert_born(self, const int64_t[::1] keys not None, rows=None):
+        """Insert the absent keys: (row index of each key int64 (n,), 1 at the first place of each new key uint8 (n,)).
+
+        The row indexes are written into `rows` if given, which must not share memory with `keys`.
+        """
         cdef int64_t n = keys.shape[0]
         cdef int status = EC_OK
-        rows = np.empty(n, dtype=np.int64)
+        if rows is None:
+            rows = np.empty(n, dtype=np.int64)
         born = np.empty(n, dtype=np.uint8)
         cdef int64_t[::1] out = rows
         cdef uint8_t[::1] marks = born
+        self.check_shape("rows", out.shape[0], 1, n, 1)
         self.enter(True)
         try:
             if n:
@@ -693,9 +756,9 @@ cdef class Table:
             self.leave()
         return rows, born
 
-    def insert(self, const int64_t[::1] keys not None):
-        """Insert the absent keys; row index of each key: int64 (n,)."""
-        return self.insert_born(keys)[0]
+    def insert(self, const int64_t[::1] keys not None, rows=None):
+        """Insert the absent keys; row index of each key: int64 (n,), written into `rows` if given."""
+        return self.insert_born(keys, rows)[0]
 
     def erase(self, const int64_t[::1] keys not None):
         """Remove keys; absent ones are passed over. Returns how many were removed."""
@@ -729,7 +792,7 @@ cdef class Table:
 
     # ------------------------------------------------------------------------------------------------------ rows by key
 
-    def lookup(self, const int64_t[::1] keys not None, float[:, ::1] out not None, bint insert=True):
+    def lookup(self, const int64_t[::1] keys not None, out not None, bint insert=True):
         """Write the weights of each key into out (n, dim).
 
         Absent keys are inserted, or with ``insert=False`` read their initial value.
@@ -737,22 +800,27 @@ cdef class Table:
         cdef int64_t n = keys.shape[0]
         cdef int64_t absent
         cdef uint8_t[::1] missing
+        cdef Py_buffer at
+        cdef int type
         self.check_process()
-        self.check_shape("out", out.shape[0], out.shape[1], n, self.t.dim)
-        self.enter(False)
+        self.open_weights("out", out, n, True, &at, &type)
         try:
-            if n == 0:
-                return
-            if insert:
+            if n and insert:
                 missing = np.empty(n, dtype=np.uint8)
-            with nogil:
-                absent = table_lookup(self.t, &keys[0], n, &out[0, 0], &missing[0] if insert else NULL, self.num_threads)
+            self.enter(False)
+            try:
+                if n == 0:
+                    return
+                with nogil:
+                    absent = table_lookup(self.t, &keys[0], n, at.buf, type, &missing[0] if insert else NULL, self.num_threads)
+            finally:
+                self.leave()
+            if absent and insert:
+                self.lookup_missing(keys, np.flatnonzero(missing), at.buf, type)
         finally:
-            self.leave()
-        if absent and insert:
-            self.lookup_missing(keys, np.flatnonzero(missing), out)
+            PyBuffer_Release(&at)
 
-    cdef int lookup_missing(self, const int64_t[::1] keys, const int64_t[::1] places, float[:, ::1] out) except -1:
+    cdef int lookup_missing(self, const int64_t[::1] keys, const int64_t[::1] places, void *out, int type) except -1:
         cdef int64_t n = places.shape[0]
         cdef int status
         cdef int64_t i
@@ -768,8 +836,9 @@ cdef class Table:
                 status = table_insert(self.t, &absent[0], NULL, n, &rows[0], &born[0], self.num_threads)
                 if status == EC_OK:
                     memset(&buffer, 0, sizeof(buffer))
-                    buffer.weights = &out[0, 0]
-                    buffer.stride = self.t.dim
+                    buffer.weights = out
+                    buffer.stride = self.t.dim * ec_type_bytes(type)
+                    buffer.type = type
                     buffer.places = &places[0]
                     table_read(self.t, &rows[0], n, &buffer, self.num_threads)
             if status != EC_OK:
@@ -778,105 +847,139 @@ cdef class Table:
             self.leave()
         return 0
 
-    def init_rows(self, const int64_t[::1] keys not None, float[:, ::1] out not None):
+    def init_rows(self, const int64_t[::1] keys not None, out not None):
         """Write the initial weights of each key into out (n, dim), whether or not the key is in the table."""
         cdef int64_t n = keys.shape[0]
+        cdef Py_buffer at
+        cdef int type
         self.check_process()
-        self.check_shape("out", out.shape[0], out.shape[1], n, self.t.dim)
-        self.enter(False)
+        self.open_weights("out", out, n, True, &at, &type)
         try:
-            if n:
-                with nogil:
-                    table_init_rows(self.t, &keys[0], NULL, n, &out[0, 0], self.t.dim, self.num_threads)
+            self.enter(False)
+            try:
+                if n:
+                    with nogil:
+                        table_init_rows(self.t, &keys[0], NULL, n, at.buf, type, self.num_threads)
+            finally:
+                self.leave()
         finally:
-            self.leave()
+            PyBuffer_Release(&at)
 
-    def lookup_rows(self, const int64_t[::1] keys not None):
-        """Weights (n, dim) and state (n, state_dim) of each key; an absent key reads its initial values and stays absent."""
+    def lookup_rows(self, const int64_t[::1] keys not None, weights=None, state=None):
+        """Weights (n, dim) and state (n, state_dim) of each key, written into the given arrays or new ones (of float32).
+
+        An absent key reads its initial values and stays absent.
+        """
+        if weights is None:
+            weights = np.empty((keys.shape[0], self.t.dim), dtype=np.float32)
+        if state is None:
+            state = np.empty((keys.shape[0], self.t.state_dim), dtype=np.float32)
         cdef int64_t n = keys.shape[0]
         cdef int64_t i, state_dim = self.t.state_dim
         cdef ec_table_fields *t = <ec_table_fields *>self.t
         cdef ec_rows_buffer buffer
         cdef float *state_at
+        cdef Py_buffer at
+        cdef int type
+        cdef float[:, ::1] states = state
+        self.check_process()
+        self.check_shape("state", states.shape[0], states.shape[1], n, state_dim)
         cdef int64_t[::1] rows = np.empty(n, dtype=np.int64)
-        weights_array = np.empty((n, self.t.dim), dtype=np.float32)
-        state_array = np.empty((n, state_dim), dtype=np.float32)
-        cdef float[:, ::1] weights = weights_array
-        cdef float[:, ::1] state = state_array
-        self.enter(False)
+        self.open_weights("weights", weights, n, True, &at, &type)
         try:
-            if n:
-                state_at = _floats(state)
-                memset(&buffer, 0, sizeof(buffer))
-                buffer.weights = &weights[0, 0]
-                buffer.stride = t.dim
-                buffer.parts = 1 if state_dim else 0
-                buffer.states = &state_at
-                buffer.widths = &state_dim
-                with nogil:
-                    table_find(self.t, &keys[0], NULL, n, &rows[0], self.num_threads)
-                    table_read(self.t, &rows[0], n, &buffer, self.num_threads)
-                    for i in range(n):
-                        if rows[i] >= 0:
-                            continue
-                        ec_init_row(&t.init, ec_hash(keys[i]), &weights[i, 0], t.dim)
-                        if state_dim and t.initial_state != NULL:
-                            memcpy(&state[i, 0], t.initial_state, <size_t>state_dim * sizeof(float))
-                        elif state_dim:
-                            memset(&state[i, 0], 0, <size_t>state_dim * sizeof(float))
+            self.enter(False)
+            try:
+                if n:
+                    state_at = _floats(states)
+                    memset(&buffer, 0, sizeof(buffer))
+                    buffer.weights = at.buf
+                    buffer.stride = t.dim * ec_type_bytes(type)
+                    buffer.type = type
+                    buffer.parts = 1 if state_dim else 0
+                    buffer.states = &state_at
+                    buffer.widths = &state_dim
+                    with nogil:
+                        table_find(self.t, &keys[0], NULL, n, &rows[0], self.num_threads)
+                        table_read(self.t, &rows[0], n, &buffer, self.num_threads)
+                        for i in range(n):
+                            if rows[i] >= 0:
+                                continue
+                            ec_table_initial(self.t, ec_hash(keys[i]), <char *>at.buf + i * buffer.stride, type)
+                            if state_dim and t.initial_state != NULL:
+                                memcpy(state_at + i * state_dim, t.initial_state, <size_t>state_dim * sizeof(float))
+                            elif state_dim:
+                                memset(state_at + i * state_dim, 0, <size_t>state_dim * sizeof(float))
+            finally:
+                self.leave()
         finally:
-            self.leave()
-        return weights_array, state_array
+            PyBuffer_Release(&at)
+        return weights, state
 
-    def assign(self, const int64_t[::1] keys not None, const float[:, ::1] weights not None, const float[:, ::1] state=None):
+    def assign(self, const int64_t[::1] keys not None, weights not None, const float[:, ::1] state=None):
         """Insert or overwrite rows; of a repeated key the last row wins; without `state` the state becomes zero."""
         cdef int64_t n = keys.shape[0]
         cdef int64_t state_dim = self.t.state_dim
         cdef int status = EC_OK
         cdef ec_rows_buffer buffer
         cdef float *state_at
+        cdef Py_buffer at
         self.check_process()
-        self.check_shape("weights", weights.shape[0], weights.shape[1], n, self.t.dim)
         if state is not None:
             self.check_shape("state", state.shape[0], state.shape[1], n, state_dim)
         cdef int64_t[::1] rows = np.empty(n, dtype=np.int64)
         cdef uint8_t[::1] born = np.empty(n, dtype=np.uint8)
-        self.enter(True)
+        memset(&buffer, 0, sizeof(buffer))
+        self.open_weights("weights", weights, n, False, &at, &buffer.type)
         try:
-            if n == 0:
-                return
-            memset(&buffer, 0, sizeof(buffer))
-            buffer.weights = <float *>&weights[0, 0]
-            buffer.stride = self.t.dim
-            buffer.parts = -1
-            if state is not None and state_dim:
-                state_at = <float *>&state[0, 0]
-                buffer.parts = 1
-                buffer.states = &state_at
-                buffer.widths = &state_dim
-            with nogil:
-                status = table_insert(self.t, &keys[0], NULL, n, &rows[0], &born[0], self.num_threads)
-                if status == EC_OK:
-                    table_write(self.t, &rows[0], n, &buffer, self.num_threads)
-            if status != EC_OK:
-                raise self.failure(status, n)
+            self.enter(True)
+            try:
+                if n == 0:
+                    return
+                buffer.weights = at.buf
+                buffer.stride = self.t.dim * ec_type_bytes(buffer.type)
+                buffer.parts = -1
+                if state is not None and state_dim:
+                    state_at = <float *>&state[0, 0]
+                    buffer.parts = 1
+                    buffer.states = &state_at
+                    buffer.widths = &state_dim
+                with nogil:
+                    status = table_insert(self.t, &keys[0], NULL, n, &rows[0], &born[0], self.num_threads)
+                    if status == EC_OK:
+                        table_write(self.t, &rows[0], n, &buffer, self.num_threads)
+                if status != EC_OK:
+                    raise self.failure(status, n)
+            finally:
+                self.leave()
         finally:
-            self.leave()
+            PyBuffer_Release(&at)
 
     # ---------------------------------------------------------------------------------------------- rows by row index
 
-    cdef int move_rows(self, const int64_t[::1] rows, const float[:, ::1] weights, const int64_t[::1] places, object states,
-                   bint write) except -1:
+    cdef int move_rows(self, const int64_t[::1] rows, object weights, const int64_t[::1] places, object states,
+                       bint write) except -1:
         """Both directions of read_into and write_from; `weights` and `states` are written to when reading."""
+        cdef ec_rows_buffer buffer
+        cdef Py_buffer at
+        self.check_process()
+        memset(&buffer, 0, sizeof(buffer))
+        self.open_weights("weights", weights, -1, not write, &at, &buffer.type)
+        try:
+            buffer.weights = at.buf
+            buffer.stride = self.t.dim * ec_type_bytes(buffer.type)
+            self.move_opened(rows, at.shape[0], &buffer, places, states, write)
+        finally:
+            PyBuffer_Release(&at)
+        return 0
+
+    cdef int move_opened(self, const int64_t[::1] rows, int64_t height, ec_rows_buffer *buffer, const int64_t[::1] places,
+                         object states, bint write) except -1:
+        """`move_rows` with `height` rows of weights in `buffer`."""
         cdef int64_t n = rows.shape[0]
-        cdef int64_t height = weights.shape[0]
         cdef int64_t widths[MOST_STATE_PARTS]
         cdef float *pointers[MOST_STATE_PARTS]
         cdef int64_t total = 0, part = 0
         cdef const float[:, ::1] array
-        cdef ec_rows_buffer buffer
-        self.check_process()
-        self.check_shape("weights", height, weights.shape[1], -1, self.t.dim)
         if len(states) > MOST_STATE_PARTS:
             raise ShapeError(f"table {self.name!r}: {len(states)} state arrays; give at most {MOST_STATE_PARTS}")
         for item in states:
@@ -902,9 +1005,6 @@ cdef class Table:
                 raise ShapeError(f"table {self.name!r}: place {int(np.min(places))} is negative")
         if n == 0:
             return 0
-        memset(&buffer, 0, sizeof(buffer))
-        buffer.weights = <float *>&weights[0, 0] if height else NULL
-        buffer.stride = self.t.dim
         buffer.states = pointers
         buffer.widths = widths
         buffer.parts = part
@@ -915,22 +1015,22 @@ cdef class Table:
             self.check_rows(rows, self.t.row_limit, "row index")
             with nogil:
                 if write:
-                    table_write(self.t, &rows[0], n, &buffer, self.num_threads)
+                    table_write(self.t, &rows[0], n, buffer, self.num_threads)
                 else:
-                    table_read(self.t, &rows[0], n, &buffer, self.num_threads)
+                    table_read(self.t, &rows[0], n, buffer, self.num_threads)
         finally:
             self.leave()
         return 0
 
-    def read_into(self, const int64_t[::1] rows not None, float[:, ::1] weights not None, const int64_t[::1] places=None, states=()):
+    def read_into(self, const int64_t[::1] rows not None, weights not None, const int64_t[::1] places=None, states=()):
         """Copy table rows into a buffer.
 
         Parameters
         ----------
         rows : int64 (n,)
             Row indexes; negative ones are passed over.
-        weights : float32 (R, dim)
-            Written: buffer row places[i] receives the weights of rows[i].
+        weights : (R, dim)
+            float32, or of the table's own bits. Written: buffer row places[i] receives the weights of rows[i].
         places : int64 (n,), optional
             Distinct buffer rows; default 0, 1, ...
         states : sequence of float32 (R, width) or (R,)
@@ -938,7 +1038,7 @@ cdef class Table:
         """
         self.move_rows(rows, weights, places, states, False)
 
-    def write_from(self, const int64_t[::1] rows not None, const float[:, ::1] weights not None, const int64_t[::1] places=None, states=()):
+    def write_from(self, const int64_t[::1] rows not None, weights not None, const int64_t[::1] places=None, states=()):
         """Copy buffer rows into table rows: the inverse of `read_into`. Of several elements with one row the last wins."""
         self.move_rows(rows, weights, places, states, True)
 
@@ -1092,7 +1192,7 @@ cdef class Table:
                          (t.frequencies.bytes, t.frequencies.segment_count), (t.timestamps.bytes, t.timestamps.segment_count)):
                 arenas += item[0]
                 segments += item[1]
-            payload = (t.dim + t.state_dim) * 4
+            payload = t.dim * ec_type_bytes(t.type) + t.state_dim * 4
             slack = arenas - t.live * (stride + column)
             return {
                 "rows": t.live,

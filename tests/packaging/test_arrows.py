@@ -18,6 +18,7 @@ PACKAGE = ROOT / "embcache"
 # From the bottom up; a module may import what stands on an earlier line.
 LAYERS = [
     ["errors"],
+    ["rowtypes"],
     ["_core", "config"],
     ["budget", "table"],
     ["features", "hostmemory", "lookup"],

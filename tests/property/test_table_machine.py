@@ -8,6 +8,7 @@ different thread counts and bucket seeds: their row indexes must agree (promise 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
@@ -40,14 +41,16 @@ class TableMachine(RuleBasedStateMachine):
     @initialize(
         dim=st.sampled_from([1, 4, 7, 16]),
         state_dim=st.sampled_from([0, 1, 2, 4, 7]),
+        dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
         split_above=st.sampled_from([8, 100, 65536]),
     )
-    def start(self, dim: int, state_dim: int, split_above: int) -> None:
+    def start(self, dim: int, state_dim: int, dtype: str, split_above: int) -> None:
         def make(threads: int, index_seed: int) -> Table:
             return Table(
                 "machine",
                 dim,
                 state_dim=state_dim,
+                dtype=dtype,
                 num_threads=threads,
                 split_above=split_above,
                 index_seed=index_seed,
@@ -55,8 +58,8 @@ class TableMachine(RuleBasedStateMachine):
             )
 
         self.table, self.twin = make(1, 0), make(3, 99)
-        self.fresh = Table("machine", dim, state_dim=state_dim)
-        self.dim, self.state_dim = dim, state_dim
+        self.fresh = Table("machine", dim, state_dim=state_dim, dtype=dtype)
+        self.dim, self.state_dim, self.dtype = dim, state_dim, dtype
         self.model: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.rows: dict[int, int] = {}
         self.detached: dict[int, tuple[int, tuple[np.ndarray, np.ndarray]]] = {}
@@ -73,6 +76,18 @@ class TableMachine(RuleBasedStateMachine):
         out = np.arange(self.count, self.count + n * width, dtype=np.uint32) * np.uint32(2654435761)
         self.count += n * width
         return out.view(F32).reshape(n, width)
+
+    def weights(self, n: int) -> np.ndarray:
+        """As `values`, but numbers that the table's type has, so that they come back bit by bit."""
+        values = self.values(n, self.dim)
+        if self.dtype == "float32":
+            return values
+        bits = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        if self.dtype == "bfloat16":
+            bits[(bits & 0x7FFF) > 0x7F80] |= 0x40  # a quiet NaN
+            return (bits.astype(np.uint32) << np.uint32(16)).view(F32)
+        bits[(bits & 0x7FFF) > 0x7C00] |= 0x200
+        return torch.from_numpy(bits.view(np.int16)).view(torch.float16).float().numpy()
 
     def born(self, keys: np.ndarray, rows: np.ndarray) -> None:
         absent = [int(key) for key in dict.fromkeys(keys.tolist()) if int(key) not in self.model]
@@ -112,7 +127,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule(batch=batches, with_state=st.booleans())
     def assign(self, batch: tuple[str, int, int], with_state: bool) -> None:
         keys = draw(batch)
-        weights = self.values(len(keys), self.dim)
+        weights = self.weights(len(keys))
         state = self.values(len(keys), self.state_dim) if with_state else None
         for table in (self.table, self.twin):
             table.assign(keys, weights, state)
@@ -204,7 +219,7 @@ class TableMachine(RuleBasedStateMachine):
         keys = rng.permutation(np.array(sorted(self.rows), dtype=np.int64))[:200].copy()
         rows = np.array([self.rows[key] for key in keys.tolist()])
         places = rng.permutation(300)[: len(keys)]
-        weights, state = self.values(300, self.dim), self.values(300, self.state_dim)
+        weights, state = self.weights(300), self.values(300, self.state_dim)
         states = [state] if self.state_dim else []
         for table in (self.table, self.twin):
             table.write_from(rows, weights, places, states)

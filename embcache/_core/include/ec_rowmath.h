@@ -18,9 +18,6 @@
 #define EC_ROW_FN static inline __attribute__((always_inline))
 #define EC_ROW_CLONE static __attribute__((noinline))
 
-/* The clone of NAME that belongs to a caller whose own ISA is the constant `avx2`. */
-#define EC_CLONE_OF(NAME, avx2) ((avx2) ? NAME##_avx2 : NAME##_baseline)
-
 typedef float ec_f8 __attribute__((vector_size(32)));
 typedef float ec_f8u __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float ec_f4 __attribute__((vector_size(16)));

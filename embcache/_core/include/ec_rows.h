@@ -17,37 +17,55 @@
 #define EC_ROW_AHEAD 8  /* keys between the prefetch of a row and its copy; below EC_AHEAD */
 #define EC_ROW_LINES 8  /* cache lines of a row that are prefetched; the hardware follows from there */
 #define EC_STREAM_BYTES ((int64_t)8 << 20)
+#define EC_WIDEN_AT_ONCE 256 /* weights that are widened in the cache before they are written past it */
 
-static inline void ec_row_prefetch(const float *row, int64_t floats)
+static inline void ec_row_prefetch(const void *row, int64_t bytes)
 {
     const char *line = (const char *)row;
-    const char *end = (const char *)(row + floats);
+    const char *end = line + bytes;
     for (int i = 0; i < EC_ROW_LINES && line < end; ++i, line += 64)
         EC_PREFETCH_READ(line);
 }
 
-/* Whether an output of `rows` rows should be written past the cache. */
-static inline int ec_streams(const float *out, int64_t stride, int64_t dim, int64_t rows)
+/* Whether an output of `rows` rows of `bytes` bytes should be written past the cache. */
+static inline int ec_streams(const void *out, int64_t stride, int64_t bytes, int64_t rows)
 {
 #ifdef __SSE2__
-    return dim % 4 == 0 && stride % 4 == 0 && ((uintptr_t)out & 15) == 0 && rows * dim * (int64_t)sizeof(float) >= EC_STREAM_BYTES;
+    return bytes % 16 == 0 && stride % 16 == 0 && ((uintptr_t)out & 15) == 0 && rows * bytes >= EC_STREAM_BYTES;
 #else
-    (void)out, (void)stride, (void)dim, (void)rows;
+    (void)out, (void)stride, (void)bytes, (void)rows;
     return 0;
 #endif
 }
 
-static inline void ec_row_copy(float *to, const float *from, int64_t dim, int stream)
+static inline void ec_row_copy(void *to, const void *from, int64_t bytes, int stream)
 {
 #ifdef __SSE2__
     if (stream) {
-        for (int64_t j = 0; j < dim; j += 4)
-            _mm_stream_ps(to + j, _mm_loadu_ps(from + j));
+        for (int64_t j = 0; j < bytes; j += 16)
+            _mm_stream_ps((float *)((char *)to + j), _mm_loadu_ps((const float *)((const char *)from + j)));
         return;
     }
 #endif
     (void)stream;
-    memcpy(to, from, (size_t)dim * sizeof(float));
+    memcpy(to, from, (size_t)bytes);
+}
+
+/* A row's weights to where elements of `type` are wanted: the table's own, `bytes` of them, or float32. */
+static inline void ec_row_give(const ec_table *t, void *to, int type, const void *from, int64_t bytes, int stream)
+{
+    if (type == t->type) {
+        ec_row_copy(to, from, bytes, stream);
+    } else if (!stream) {
+        ec_table_give(t, to, type, from, t->dim);
+    } else {
+        float wide[EC_WIDEN_AT_ONCE];
+        for (int64_t j = 0; j < t->dim; j += EC_WIDEN_AT_ONCE) {
+            const int64_t count = t->dim - j < EC_WIDEN_AT_ONCE ? t->dim - j : EC_WIDEN_AT_ONCE;
+            ec_table_give(t, wide, type, (const uint16_t *)from + j, count);
+            ec_row_copy((float *)to + j, wide, count * 4, 1);
+        }
+    }
 }
 
 static inline void ec_stream_fence(int stream)
@@ -136,21 +154,21 @@ static void ec_find_span(const ec_table *t, const int64_t *keys, const uint64_t 
     ec_find_body(t, keys, hashes, n, rows, 0);
 }
 
-/* Find and copy in one pass: bucket prefetched 16 keys ahead, row 8 ahead. out row i = weights of keys[i]; an absent
- * key gets its initial value where `missing` is NULL; else its out row is left alone and missing[i] = 1 (0 for the
- * others). Returns the number absent. */
-static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, float *out, uint8_t *missing, int stream)
+/* Find and copy in one pass: bucket prefetched 16 keys ahead, row 8 ahead. out row i = weights of keys[i] as elements of
+ * `type`, the table's or float32; an absent key gets its initial value where `missing` is NULL; else its out row is left
+ * alone and missing[i] = 1 (0 for the others). Returns the number absent. */
+static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing, int stream)
 {
     ec_probe window[EC_AHEAD];
-    const float *found[EC_AHEAD];
-    const int64_t dim = t->dim;
+    const void *found[EC_AHEAD];
+    const int64_t row_bytes = t->dim * ec_type_bytes(t->type), out_bytes = t->dim * ec_type_bytes(type);
     int64_t absent = 0;
     if (t->live == 0) {
         if (missing != NULL)
             memset(missing, 1, (size_t)n);
         else
             for (int64_t i = 0; i < n; ++i)
-                ec_init_row(&t->init, ec_hash(keys[i]), out + i * dim, dim);
+                ec_table_initial(t, ec_hash(keys[i]), (char *)out + i * out_bytes, type);
         return n;
     }
     for (int64_t i = 0; i < n && i < EC_AHEAD; ++i)
@@ -164,19 +182,19 @@ static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n,
                 missing[next] = row < 0;
             found[next & (EC_AHEAD - 1)] = row < 0 ? NULL : ec_table_weights(t, row);
             if (row >= 0)
-                ec_row_prefetch(found[next & (EC_AHEAD - 1)], dim);
+                ec_row_prefetch(found[next & (EC_AHEAD - 1)], row_bytes);
             if (next + EC_AHEAD < n)
                 *slot = ec_probe_start(t, ec_hash(keys[next + EC_AHEAD]));
         }
         if (i < 0)
             continue;
-        const float *weights = found[i & (EC_AHEAD - 1)];
+        const void *weights = found[i & (EC_AHEAD - 1)];
         if (weights != NULL) {
-            ec_row_copy(out + i * dim, weights, dim, stream);
+            ec_row_give(t, (char *)out + i * out_bytes, type, weights, row_bytes, stream);
         } else {
             absent += 1;
             if (missing == NULL)
-                ec_init_row(&t->init, ec_hash(keys[i]), out + i * dim, dim);
+                ec_table_initial(t, ec_hash(keys[i]), (char *)out + i * out_bytes, type);
         }
     }
     ec_stream_fence(stream);
@@ -185,8 +203,9 @@ static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n,
 
 /* A buffer of rows outside the table: weights, and the state cut into `parts` arrays of `widths` floats a row. */
 typedef struct ec_rows_buffer {
-    float *weights;
-    int64_t stride;        /* floats from one row of `weights` to the next */
+    void *weights;
+    int64_t stride;        /* bytes from one row of `weights` to the next */
+    int type;              /* of `weights`: the table's, copied bit by bit, or float32 */
     float *const *states;  /* one pointer for each part */
     const int64_t *widths; /* floats of a row of each part; rows lie next to each other */
     int64_t parts;         /* 0: weights only; -1: writing sets the state to zero */
@@ -197,14 +216,15 @@ static inline void ec_rows_prefetch(const ec_table *t, int64_t row, int64_t part
 {
     if (row < 0)
         return;
-    ec_row_prefetch(ec_table_weights(t, row), t->dim);
+    ec_row_prefetch(ec_table_weights(t, row), t->dim * ec_type_bytes(t->type));
     if (parts != 0 && t->state_dim > 0)
-        ec_row_prefetch(ec_table_state(t, row), t->state_dim);
+        ec_row_prefetch(ec_table_state(t, row), t->state_dim * (int64_t)sizeof(float));
 }
 
 /* Table rows -> buffer rows, elements from .. to - 1. A negative row is passed over. */
 static void ec_read_span(const ec_table *t, const int64_t *rows, int64_t from, int64_t to, const ec_rows_buffer *buffer, int stream)
 {
+    const int64_t row_bytes = t->dim * ec_type_bytes(t->type);
     for (int64_t i = from; i < to && i < from + EC_ROW_AHEAD; ++i)
         ec_rows_prefetch(t, rows[i], buffer->parts);
     for (int64_t i = from; i < to; ++i) {
@@ -213,7 +233,7 @@ static void ec_read_span(const ec_table *t, const int64_t *rows, int64_t from, i
         if (rows[i] < 0)
             continue;
         const int64_t place = buffer->places == NULL ? i : buffer->places[i];
-        ec_row_copy(buffer->weights + place * buffer->stride, ec_table_weights(t, rows[i]), t->dim, stream);
+        ec_row_give(t, (char *)buffer->weights + place * buffer->stride, buffer->type, ec_table_weights(t, rows[i]), row_bytes, stream);
         if (buffer->parts == 0)
             continue;
         const float *state = ec_table_state(t, rows[i]);
@@ -228,7 +248,7 @@ static void ec_read_span(const ec_table *t, const int64_t *rows, int64_t from, i
 
 static inline void ec_write_row(const ec_table *t, int64_t row, int64_t place, const ec_rows_buffer *buffer)
 {
-    memcpy(ec_table_weights(t, row), buffer->weights + place * buffer->stride, (size_t)t->dim * sizeof(float));
+    ec_table_take(t, ec_table_weights(t, row), buffer->type, (const char *)buffer->weights + place * buffer->stride, t->dim);
     if (buffer->parts == 0 || t->state_dim == 0)
         return;
     float *state = ec_table_state(t, row);

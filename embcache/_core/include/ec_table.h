@@ -1,8 +1,8 @@
 /* The table: keys -> rows, as plain C structures and their primitives. table.pyx owns the life cycle and the batches.
  *
  * Rows. A row index is global in the table. Columns (weights and state, keys, flags, and with a filter frequencies and
- * timestamps) are arenas addressed by row index. State of at most 8 bytes is a column of its own; otherwise it follows
- * the weights. A row's flags say which of these it is: live (in the index), limbo (detached: data kept, key unmapped),
+ * timestamps) are arenas addressed by row index. State (float32) of at most 8 bytes is a column of its own; otherwise it
+ * follows the weights (of any element type) at the next multiple of 4 bytes. A row's flags say which of these it is: live (in the index), limbo (detached: data kept, key unmapped),
  * free (in a partition's list, or never used: all bits 0).
  *
  * Partitions. A partition is a range of vshards with its own index, whose uint32 values are partition-local row
@@ -37,6 +37,7 @@
 #include "ec_arena.h"
 #include "ec_index.h"
 #include "ec_init.h"
+#include "ec_types.h"
 
 #define EC_EXTENT_BITS 10
 #define EC_EXTENT_ROWS ((int64_t)1 << EC_EXTENT_BITS)
@@ -45,6 +46,7 @@
 #define EC_SPLIT_ABOVE ((int64_t)(4 * EC_HUGE_BUCKETS * EC_BUCKET_KEYS * 3 / 4 * 7 / 8)) /* 430,080 */
 #define EC_WHOLE_PAGES_FROM 8 /* partitions from which on indexes take whole huge pages */
 #define EC_ROWS_MAX ((int64_t)1 << 40)
+#define EC_NARROW_DIM_MAX 8192 /* weights of a row of 2-byte elements: their initial values pass through the stack */
 
 enum { EC_LIVE = 1, EC_RESIDENT = 2, EC_LIMBO = 4 };
 
@@ -66,6 +68,7 @@ typedef struct ec_partition {
 typedef struct ec_table {
     int64_t dim;
     int64_t state_dim;
+    int type;         /* of the weights: EC_FLOAT32, EC_FLOAT16 or EC_BFLOAT16 */
     int64_t state_at; /* floats before the state inside a row; -1: the state is a column */
     int with_filter;
     int closed;
@@ -89,7 +92,7 @@ typedef struct ec_table {
 
 /* ----------------------------------------------------------------------------------------------------------- columns */
 
-static inline float *ec_table_weights(const ec_table *t, int64_t row) { return (float *)ec_arena_at(&t->rows, row); }
+static inline void *ec_table_weights(const ec_table *t, int64_t row) { return ec_arena_at(&t->rows, row); }
 
 static inline float *ec_table_state(const ec_table *t, int64_t row)
 {
@@ -100,6 +103,42 @@ static inline int64_t *ec_table_key(const ec_table *t, int64_t row) { return (in
 static inline uint8_t *ec_table_flags(const ec_table *t, int64_t row) { return (uint8_t *)ec_arena_at(&t->flags, row); }
 static inline int64_t *ec_table_freq(const ec_table *t, int64_t row) { return (int64_t *)ec_arena_at(&t->frequencies, row); }
 static inline int64_t *ec_table_ts(const ec_table *t, int64_t row) { return (int64_t *)ec_arena_at(&t->timestamps, row); }
+
+/* `count` weights as they lie in a row, at `from`, as elements of `type`: those of the table, or float32. */
+static inline void ec_table_give(const ec_table *t, void *to, int type, const void *from, int64_t count)
+{
+    if (type == t->type)
+        memcpy(to, from, (size_t)(count * ec_type_bytes(type)));
+    else
+        ec_widen((float *)to, from, t->type, count, ec_cpu_has_avx2());
+}
+
+/* The inverse: float32 is rounded to the table's type. */
+static inline void ec_table_take(const ec_table *t, void *to, int type, const void *from, int64_t count)
+{
+    if (type == t->type)
+        memcpy(to, from, (size_t)(count * ec_type_bytes(type)));
+    else
+        ec_narrow(to, (const float *)from, t->type, count, ec_cpu_has_avx2());
+}
+
+static __attribute__((noinline)) void ec_table_initial_narrow(const ec_table *t, uint64_t hash, void *to, int type)
+{
+    float exact[EC_NARROW_DIM_MAX];
+    uint16_t rounded[EC_NARROW_DIM_MAX];
+    ec_init_row(&t->init, hash, exact, t->dim);
+    ec_narrow(rounded, exact, t->type, t->dim, ec_cpu_has_avx2());
+    ec_table_give(t, to, type, rounded, t->dim);
+}
+
+/* The initial weights of a key as a new row would hold them, as elements of `type`: the table's, or float32. */
+static inline void ec_table_initial(const ec_table *t, uint64_t hash, void *to, int type)
+{
+    if (t->type == EC_FLOAT32)
+        ec_init_row(&t->init, hash, (float *)to, t->dim);
+    else
+        ec_table_initial_narrow(t, hash, to, type);
+}
 
 /* -------------------------------------------------------------------------------------------------------- partitions */
 
@@ -332,7 +371,7 @@ static int ec_table_back_locals(ec_table *t)
 /* Make `row` the fresh row of `key`: initial weights and state, no history. */
 static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, uint64_t hash)
 {
-    ec_init_row(&t->init, hash, ec_table_weights(t, row), t->dim);
+    ec_table_initial(t, hash, ec_table_weights(t, row), t->type);
     if (t->state_dim > 0) {
         size_t bytes = (size_t)t->state_dim * sizeof(float);
         if (t->initial_state == NULL)

@@ -81,7 +81,9 @@ class HbmBuffer:
         dims = [group.dim for group in self.layout.groups]
         dtypes = [DTYPES[group.dtype] for group in self.layout.groups]
         of_dtype = {
-            dtype: self._carve(backend, group_rows, [dim * (dtype is own) for dim, own in zip(dims, dtypes, strict=True)], dtype)
+            dtype: self._carve(
+                backend, group_rows, [dim * (dtype is own) for dim, own in zip(dims, dtypes, strict=True)], dtype
+            )
             for dtype in dict.fromkeys(dtypes)
         }
         weights = [of_dtype[dtype][g] for g, dtype in enumerate(dtypes)]

@@ -7,12 +7,14 @@ exact; storing rounds to the nearest number of the type, ties to even.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["ROW_TYPES", "RowType", "row_type"]
 
@@ -54,7 +56,9 @@ class RowType:
             return float(exact.astype(np.float16)[0])
         if self.name == "bfloat16":
             bits = exact.view(np.uint32)
-            exact = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(np.float32)
+            exact = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(
+                np.float32
+            )
         return float(exact[0])
 
 

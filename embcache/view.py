@@ -95,9 +95,7 @@ class TableView:
             rows: np.ndarray = self._manager.planner.peek(array, self._table)[1]
             return _handed(rows, out)
 
-    def lookup_rows(
-        self, keys: Any, out: tuple[np.ndarray, np.ndarray] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def lookup_rows(self, keys: Any, out: tuple[np.ndarray, np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Weights (n, dim) and state float32 (n, state_dim) of `keys`, in the pair `out` if given, without inserting.
 
         An absent key reads its initial weights (or the not-admitted default) and its initial state.

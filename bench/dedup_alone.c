@@ -31,17 +31,13 @@ void dedup_delete(void *work)
 /* One thread: the plain way, as ec_dedup_plain(), which cannot leave the occurrence lists out. */
 static int64_t dedup_plain(ec_work *w, int csr)
 {
-    ec_dedup_call *call = w->calls;
+    ec_dedup_call *c = w->calls;
     if (csr)
-        return ec_dedup_plain(call, w->dedup) == EC_OK ? call->unique : -1;
-    if (ec_dedup_begin(w->dedup, call->n) != EC_OK)
+        return ec_dedup_plain(c, w->dedup) == EC_OK ? c->unique : -1;
+    if (ec_dedup_begin(w->dedup, c->n, c->expected) != EC_OK)
         return -1;
-    call->unique = ec_dedup_run(w->dedup, call->seed, 0, call->keys, 1, call->n, call->ids, 1, call->first, call->counts);
-    for (int64_t i = 0; i < call->n; i++)
-        call->inverse[i] = call->ids[i];
-    for (int64_t id = 0; id < call->unique; id++)
-        call->unique_keys[id] = call->keys[call->first[id]];
-    return call->unique;
+    return c->unique =
+               ec_dedup_run(w->dedup, c->seed, 0, c->keys, 1, c->n, c->inverse, NULL, 0, c->unique_keys, NULL, c->counts);
 }
 
 /* Number of unique keys, or -1: out of memory, or a batch so small that the engine would not cut it. */

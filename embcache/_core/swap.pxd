@@ -84,6 +84,9 @@ cdef extern from "ec_work.h":
         int64_t n
         int64_t blocks
 
+    ctypedef struct ec_dedup_table:
+        uint32_t base
+
     ctypedef struct ec_work:
         int64_t tables
         int64_t n
@@ -92,6 +95,7 @@ cdef extern from "ec_work.h":
         ec_arrays out
         ec_dedup_call *calls
         ec_dedup_call *cut
+        ec_dedup_table *dedup
         int dedup_count
         int dedup_status
         uint64_t *seed

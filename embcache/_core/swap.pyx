@@ -1159,3 +1159,10 @@ def _fail_allocation(int64_t countdown):
     """For tests: the planner's memory request number `countdown` from now (0: the next) fails, once; -1 turns it off."""
     global ec_take_countdown
     ec_take_countdown = countdown
+
+
+def _age_dedup(SwapManager manager, uint32_t base):
+    """For tests: as if so many stamps had been given out by the manager's probe tables."""
+    cdef int i
+    for i in range(manager.work.dedup_count):
+        manager.work.dedup[i].base = max(manager.work.dedup[i].base, base)

@@ -9,12 +9,13 @@ import os
 
 from embcache.errors import ConfigError, whole_number
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 cdef extern from "ec_threads.h":
     void ec_parallel_for(ec_task_fn run, void *context, int64_t tasks, int num_threads) noexcept nogil
     void ec_pool_stop() noexcept nogil
     int ec_pool_size() noexcept nogil
+    uint64_t ec_pool_jobs() noexcept nogil
     int ec_pool_install() noexcept nogil
 
 cdef enum:
@@ -58,6 +59,11 @@ def thread_count(num_threads=None):
 def worker_count():
     """Number of worker threads alive in this process; 0 until the first large call."""
     return ec_pool_size()
+
+
+def job_count():
+    """Number of calls so far that were spread over the pool; small ones are not, they run in their callers."""
+    return ec_pool_jobs()
 
 
 cdef struct Tally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embcache._core.swap import SwapManager
+from embcache._core.swap import SwapManager, _age_dedup
 from embcache._core.table import Table
 
 EXTREMES = np.array([0, -1, 1, -(2**63), 2**63 - 1, -2, 2**62], np.int64)
@@ -82,3 +82,33 @@ def test_one_key_alone_fills_a_large_call():
     plan = planned([keys], 2)
     assert plan.unique_keys.tolist() == [-(2**63)] and plan.segment_offsets.tolist() == [0, len(keys)]
     assert np.array_equal(plan.occurrence_order, np.arange(len(keys)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("n", [300, 20_000, 100_000])
+def test_more_distinct_keys_than_the_last_batch_let_one_expect(n, num_threads):
+    """The probe table is sized after the last batch, and grows in the middle of a call where that was too small."""
+    rng = np.random.default_rng(n)
+    with SwapManager([Table("t", 1)], [2 * n], num_threads=num_threads) as manager:
+        for keys in (
+            np.full(n, 5),
+            rng.integers(-(2**63), 2**63 - 1, n),
+            np.arange(n) // 2,
+            np.full(n, 6),
+            -np.arange(n),
+        ):
+            plan = manager.plan(keys, np.array([0, n]))
+            check(plan, [keys])
+            manager.cancel(plan)
+
+
+@pytest.mark.parametrize("last", [2**32 - 1, 2**32 - 2000, 2**32 - 50_000])
+def test_stamps_start_anew_before_they_wrap_round(last):
+    rng = np.random.default_rng(7)
+    with SwapManager([Table("t", 1)], [100_000], num_threads=1) as manager:
+        for turn in range(4):
+            keys = rng.integers(0, 40_000 if turn % 2 else 2**60, 30_000)
+            plan = manager.plan(keys, np.array([0, len(keys)]))
+            check(plan, [keys])
+            manager.cancel(plan)
+            _age_dedup(manager, last)

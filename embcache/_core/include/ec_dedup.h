@@ -1,7 +1,8 @@
 /* Unique keys, inverse and occurrence lists (CSR) of the keys of one table.
  *
- * Uniques are numbered by first occurrence. A plain call uses one reused open-addressing table whose entries carry a
- * generation stamp, so nothing is cleared between calls. With several threads a large call is cut in two directions:
+ * Uniques are numbered by first occurrence. A plain call uses one reused open-addressing table; its entries carry a
+ * stamp that rises from call to call, so nothing is cleared between calls. It is as large as the distinct keys that the
+ * table's last batch lets one expect, and doubles where there are more. With several threads a large call is cut in two directions:
  * into blocks of consecutive positions and, by hash bits, into EC_PARTS parts with a hash table each; every phase is a
  * set of independent tasks over blocks, parts or ranges of ids. Both ways give the same arrays; the cut way does about
  * as much work again, so one thread alone takes the plain one.
@@ -18,18 +19,22 @@
 #include "ec_hash.h"
 #include "ec_vec.h"
 
-#define EC_DEDUP_AHEAD 16      /* keys between the prefetch and the probe */
-#define EC_DEDUP_BLOCK 8192    /* positions of a block of a large call */
+#define EC_DEDUP_AHEAD 16       /* keys between a prefetch and its use */
+#define EC_DEDUP_NEAR_KEYS 2048 /* up to so many keys nothing is prefetched: it is near */
+#define EC_DEDUP_FAR_KEYS 65536 /* from so many keys on, what an entry leads to is prefetched too */
+#define EC_DEDUP_BLOCK 8192     /* positions of a block of a large call */
 #define EC_PARTS_LOG2 5
 #define EC_PARTS (1 << EC_PARTS_LOG2)
-#define EC_DEDUP_LARGE 65536   /* keys of one table from which the call is cut */
-#define EC_RANGES 8            /* ranges of ids that are grouped by themselves */
+#define EC_DEDUP_LARGE 65536 /* keys of one table from which the call is cut */
+#define EC_RANGES 8          /* ranges of ids that are grouped by themselves */
 #define EC_DEDUP_MAX_KEYS ((int64_t)UINT32_MAX - 1)
 
+/* Half of a hash, and the id plus a base that rises from call to call: entries of earlier calls lie below it. The key
+ * itself stands in the list of unique keys, and it alone decides: an entry that outlived its call could only be in the
+ * way. Eight bytes, so that the table of a medium call stays in the second-level cache. */
 typedef struct {
-    int64_t key;
-    uint32_t generation;
-    uint32_t id;
+    uint32_t tag;
+    uint32_t stamp;
 } ec_dedup_entry;
 
 /* A key of a part: where it came from, and its number inside the part. */
@@ -39,11 +44,12 @@ typedef struct {
     uint32_t id;
 } ec_dedup_item;
 
-/* A reusable probe table; one caller at a time. It never shrinks: 32 bytes a key of the largest call it served. */
+/* A reusable probe table; one caller at a time. It never shrinks: 16 to 32 bytes a key of the largest call it served. */
 typedef struct {
     ec_block block;
     int64_t places;
-    uint32_t generation;
+    uint32_t base; /* stamp of id 0; every stamp in the table is below the base of the next call */
+    int log2;      /* of the places in use */
 } ec_dedup_table;
 
 static inline void ec_dedup_table_free(ec_dedup_table *d) {
@@ -51,74 +57,155 @@ static inline void ec_dedup_table_free(ec_dedup_table *d) {
     memset(d, 0, sizeof *d);
 }
 
-/* log2 of the places used for n keys: a small call after a large one stays within a small, warm prefix. */
-static inline int ec_dedup_log2(int64_t n) {
+/* Most ids that 2^log2 places are used for. Half: a full probe sequence costs more than the cache it saves. */
+static inline int64_t ec_dedup_limit(int log2) { return (int64_t)1 << log2 >> 1; }
+
+/* log2 of the places for so many ids: a small call after a large one stays within a small, warm prefix. */
+static inline int ec_dedup_log2(int64_t ids) {
     int log2 = 6;
-    while (((int64_t)1 << log2) < 2 * n) log2++;
+    while (ec_dedup_limit(log2) < ids) log2++;
     return log2;
 }
 
-/* Makes ready for a call with up to n keys: an empty table. */
-static inline int ec_dedup_begin(ec_dedup_table *d, int64_t n) {
-    const int64_t places = (int64_t)1 << ec_dedup_log2(n);
+/* Voids all entries and gives up to n stamps to come. */
+static inline void ec_dedup_renew(ec_dedup_table *d, int64_t given, int64_t n) {
+    if (d->base == 0 || (int64_t)d->base + given + n > UINT32_MAX) {
+        memset(d->block.data, 0, (size_t)d->places * sizeof(ec_dedup_entry));
+        d->base = 1;
+    } else {
+        d->base += (uint32_t)given;
+    }
+}
+
+/* Makes ready for a call with up to n keys: an empty table with places for `expected` ids. It can grow to n without
+ * asking for memory. */
+static inline int ec_dedup_begin(ec_dedup_table *d, int64_t n, int64_t expected) {
+    const int room = ec_dedup_log2(n);
+    const int64_t places = (int64_t)1 << room;
     if (places > d->places) {
         ec_block block;
         if (ec_block_take(&block, (size_t)places * sizeof(ec_dedup_entry)) != EC_OK) return EC_NOMEM;
         ec_block_drop(&d->block);
         d->block = block;
         d->places = places;
-        d->generation = 0;
+        d->base = 1;
     }
-    if (++d->generation == 0) {
-        memset(d->block.data, 0, (size_t)d->places * sizeof(ec_dedup_entry));
-        d->generation = 1;
-    }
+    ec_dedup_renew(d, 0, n);
+    d->log2 = ec_dedup_log2(expected);
+    if (d->log2 > room) d->log2 = room;
     return EC_OK;
 }
 
-/* The probe hash; its top bits choose the part, the bits below the place. */
+/* The probe hash; its top bits choose the part, the bits below the place, the lower half is the tag. */
 static inline uint64_t ec_dedup_hash(int64_t key, const uint64_t seed[2]) { return ec_fold128((uint64_t)key ^ seed[0], seed[1]); }
 
-/* Numbers the distinct keys of n items: id of each, first[id] = place of its first occurrence, counts[id]. Returns how
- * many. `spent` top bits of the hash are equal for all keys and so choose nothing. Items are read and written through
- * two strides, for plain arrays of keys and ids and for arrays of ec_dedup_item. */
-static inline __attribute__((always_inline)) int64_t ec_dedup_run(ec_dedup_table *d, const uint64_t seed[2], int spent,
-                                                                  const int64_t *keys, int key_stride, int64_t n,
-                                                                  uint32_t *ids, int id_stride, uint32_t *first, uint32_t *counts) {
+/* Twice as many places: puts the ids given so far in anew. */
+static __attribute__((noinline)) void ec_dedup_grow(ec_dedup_table *d, const uint64_t seed[2], int spent, const int64_t *unique_keys,
+                                                    int64_t unique, int64_t n) {
     ec_dedup_entry *entries = (ec_dedup_entry *)d->block.data;
-    const uint32_t generation = d->generation;
-    const int log2 = ec_dedup_log2(n);
-    const int shift = 64 - log2;
-    const uint64_t mask = ((uint64_t)1 << log2) - 1;
-    uint64_t ring[EC_DEDUP_AHEAD];
-    int64_t unique = 0;
+    ec_dedup_renew(d, unique, n);
+    d->log2++;
+    const uint64_t mask = ((uint64_t)1 << d->log2) - 1;
+    for (int64_t id = 0; id < unique; id++) {
+        const uint64_t hash = ec_dedup_hash(unique_keys[id], seed);
+        uint64_t at = hash << spent >> (64 - d->log2);
+        while (entries[at].stamp >= d->base) at = (at + 1) & mask;
+        entries[at] = (ec_dedup_entry){(uint32_t)hash, d->base + (uint32_t)id};
+    }
+}
 
-    for (int64_t i = 0; i < EC_DEDUP_AHEAD && i < n; i++) {
-        ring[i] = ec_dedup_hash(keys[i * key_stride], seed) << spent >> shift;
-        EC_PREFETCH_WRITE(&entries[ring[i]]);
+/* How far ahead a call looks, by its size: its table and lists fit the first-level cache, the second, or neither. */
+enum { EC_DEDUP_NEAR, EC_DEDUP_MIDDLE, EC_DEDUP_FAR };
+
+static inline int ec_dedup_reach(int64_t n) {
+    return n <= EC_DEDUP_NEAR_KEYS ? EC_DEDUP_NEAR : n < EC_DEDUP_FAR_KEYS ? EC_DEDUP_MIDDLE : EC_DEDUP_FAR;
+}
+
+/* Numbers the distinct keys of n items: the id of each, and by id the key, its place of first occurrence (where `first`
+ * is wanted) and its count. Returns how many. `spent` top bits of the hash are equal for all keys and so choose
+ * nothing. Ids go to `wide`, or to `narrow` by a stride: for plain arrays, and for arrays of ec_dedup_item. */
+static inline __attribute__((always_inline)) int64_t ec_dedup_run_as(
+    const int reach, ec_dedup_table *d, const uint64_t seed[2], int spent, const int64_t *restrict keys, int key_stride, int64_t n,
+    int64_t *restrict wide, uint32_t *restrict narrow, int narrow_stride, int64_t *restrict unique_keys, uint32_t *restrict first,
+    uint32_t *restrict counts) {
+    ec_dedup_entry *restrict entries = (ec_dedup_entry *)d->block.data;
+    const int64_t ahead = reach == EC_DEDUP_NEAR ? 0 : reach == EC_DEDUP_MIDDLE ? EC_DEDUP_AHEAD : 2 * EC_DEDUP_AHEAD;
+    const int room = ec_dedup_log2(n);
+    int shift = 64 - d->log2;
+    uint64_t mask = ((uint64_t)1 << d->log2) - 1;
+    int64_t limit = d->log2 < room ? ec_dedup_limit(d->log2) : n;
+    uint64_t ring[2 * EC_DEDUP_AHEAD];
+    uint32_t base = d->base, unique = 0;
+
+    for (int64_t i = 0; i < ahead && i < n; i++) {
+        ring[i] = ec_dedup_hash(keys[i * key_stride], seed);
+        EC_PREFETCH_WRITE(&entries[ring[i] << spent >> shift]);
     }
     for (int64_t i = 0; i < n; i++) {
-        uint64_t at = ring[i % EC_DEDUP_AHEAD];
-        if (i + EC_DEDUP_AHEAD < n) {
-            const uint64_t later = ec_dedup_hash(keys[(i + EC_DEDUP_AHEAD) * key_stride], seed) << spent >> shift;
-            ring[i % EC_DEDUP_AHEAD] = later;
-            EC_PREFETCH_WRITE(&entries[later]);
-        }
         const int64_t key = keys[i * key_stride];
-        while (entries[at].generation == generation && entries[at].key != key) at = (at + 1) & mask;
-        ec_dedup_entry *entry = &entries[at];
-        if (entry->generation != generation) {
-            entry->key = key;
-            entry->generation = generation;
-            entry->id = (uint32_t)unique;
-            first[unique] = (uint32_t)i;
-            counts[unique] = 0;
-            unique++;
+        uint64_t hash;
+        if (reach == EC_DEDUP_NEAR) {
+            hash = ec_dedup_hash(key, seed);
+        } else {
+            hash = ring[i & (ahead - 1)];
+            if (i + ahead < n) {
+                const uint64_t later = ec_dedup_hash(keys[(i + ahead) * key_stride], seed);
+                ring[i & (ahead - 1)] = later;
+                EC_PREFETCH_WRITE(&entries[later << spent >> shift]);
+            }
+            if (reach == EC_DEDUP_FAR && i + EC_DEDUP_AHEAD < n) { /* the entry has come: fetch what it leads to, if it lives */
+                const uint32_t soon = entries[ring[(i + EC_DEDUP_AHEAD) & (ahead - 1)] << spent >> shift].stamp - base;
+                const uint32_t near = soon < unique ? soon : 0;
+                EC_PREFETCH_READ(&unique_keys[near]);
+                EC_PREFETCH_WRITE(&counts[near]);
+            }
         }
-        ids[i * id_stride] = entry->id;
-        counts[entry->id]++;
+        uint64_t at = hash << spent >> shift;
+        uint32_t id;
+        for (;; at = (at + 1) & mask) {
+            const ec_dedup_entry entry = entries[at];
+            id = entry.stamp - base;
+            if (id >= unique) {
+                if (unique == limit) { /* full; there is room for twice as many */
+                    ec_dedup_grow(d, seed, spent, unique_keys, unique, n);
+                    shift = 64 - d->log2;
+                    mask = ((uint64_t)1 << d->log2) - 1;
+                    limit = d->log2 < room ? ec_dedup_limit(d->log2) : n;
+                    base = d->base;
+                    at = (hash << spent >> shift) - 1;
+                    continue;
+                }
+                id = unique++;
+                entries[at] = (ec_dedup_entry){(uint32_t)hash, base + id};
+                unique_keys[id] = key;
+                if (first) first[id] = (uint32_t)i;
+                counts[id] = 1;
+                break;
+            }
+            if (entry.tag == (uint32_t)hash && unique_keys[id] == key) {
+                counts[id]++;
+                break;
+            }
+        }
+        if (wide) wide[i] = id;
+        else narrow[i * narrow_stride] = id;
     }
+    d->base = base + unique;
     return unique;
+}
+
+static inline __attribute__((always_inline)) int64_t ec_dedup_run(ec_dedup_table *d, const uint64_t seed[2], int spent,
+                                                                  const int64_t *keys, int key_stride, int64_t n,
+                                                                  int64_t *wide, uint32_t *narrow, int narrow_stride,
+                                                                  int64_t *unique_keys, uint32_t *first, uint32_t *counts) {
+#define EC_DEDUP_RUN_AS(reach) \
+    ec_dedup_run_as(reach, d, seed, spent, keys, key_stride, n, wide, narrow, narrow_stride, unique_keys, first, counts)
+    switch (ec_dedup_reach(n)) { /* three loops, each without the others' tests */
+    case EC_DEDUP_NEAR: return EC_DEDUP_RUN_AS(EC_DEDUP_NEAR);
+    case EC_DEDUP_MIDDLE: return EC_DEDUP_RUN_AS(EC_DEDUP_MIDDLE);
+    default: return EC_DEDUP_RUN_AS(EC_DEDUP_FAR);
+    }
+#undef EC_DEDUP_RUN_AS
 }
 
 /* --------------------------------------------------------------------------------------------------- one table's call */
@@ -134,13 +221,14 @@ typedef struct {
     int64_t *ends;        /* [unique] end of the id's group in `order`, plus `position_base` */
     int64_t position_base;
     int64_t unique;
-    /* scratch of every call: ids (plain calls) and, by id, first occurrence and count */
-    uint32_t *ids, *first, *counts;
+    int64_t expected;     /* ids, as an earlier batch lets one think; a matter of speed only */
+    uint32_t *counts;     /* [n] scratch: by id, the count, then a cursor */
     /* scratch of a cut call */
     int64_t blocks;
     ec_dedup_item *items; /* [n] by part, in batch order within a part */
-    uint32_t *part_uid;   /* [n] the final id of a part's id */
-    int64_t *cursor;      /* [n] where in `order` the next position of an id goes */
+    uint32_t *first;      /* [n] by a part's id: its first occurrence in the part */
+    uint32_t *part_uid;   /* [n] by a part's id: the final id */
+    int64_t *cursor;      /* [n] by a part's id: the key; then by final id: where in `order` its next position goes */
     uint32_t *starts;     /* [EC_PARTS * (blocks + 1)] where a block's keys start inside a part's range */
     uint32_t *fresh;      /* [EC_PARTS * (blocks + 1)] ids that a part had given out before a block */
     int64_t *block_first; /* [blocks + 1] ids given out before a block */
@@ -149,21 +237,30 @@ typedef struct {
 
 /* Groups positions by id: the counting sort of a plain call. */
 static inline void ec_dedup_csr(ec_dedup_call *c) {
-    int64_t total = c->position_base;
+    uint32_t *restrict cursor = c->counts, total = 0;
+    const int64_t base = c->position_base;
     for (int64_t id = 0; id < c->unique; id++) {
-        c->ends[id] = total; /* a cursor first; after the pass below it stands at the end of its group */
-        total += c->counts[id];
+        const uint32_t count = cursor[id];
+        cursor[id] = total;
+        total += count;
+        c->ends[id] = base + total;
     }
-    int64_t *order = c->order - c->position_base;
-    for (int64_t i = 0; i < c->n; i++) order[c->ends[c->inverse[i]]++] = c->position_base + i;
+    const int64_t *restrict inverse = c->inverse, n = c->n;
+    int64_t *restrict order = c->order;
+    int64_t i = 0;
+    if (ec_dedup_reach(n) == EC_DEDUP_FAR) {
+        for (; i + EC_DEDUP_AHEAD < n; i++) {
+            EC_PREFETCH_WRITE(&cursor[inverse[i + EC_DEDUP_AHEAD]]);
+            order[cursor[inverse[i]]++] = base + i;
+        }
+    }
+    for (; i < n; i++) order[cursor[inverse[i]]++] = base + i;
 }
 
 /* The whole of a plain call. */
 static int ec_dedup_plain(ec_dedup_call *c, ec_dedup_table *d) {
-    if (ec_dedup_begin(d, c->n) != EC_OK) return EC_NOMEM;
-    c->unique = ec_dedup_run(d, c->seed, 0, c->keys, 1, c->n, c->ids, 1, c->first, c->counts);
-    for (int64_t i = 0; i < c->n; i++) c->inverse[i] = c->ids[i];
-    for (int64_t id = 0; id < c->unique; id++) c->unique_keys[id] = c->keys[c->first[id]];
+    if (ec_dedup_begin(d, c->n, c->expected) != EC_OK) return EC_NOMEM;
+    c->unique = ec_dedup_run(d, c->seed, 0, c->keys, 1, c->n, c->inverse, NULL, 0, c->unique_keys, NULL, c->counts);
     ec_dedup_csr(c);
     return EC_OK;
 }
@@ -219,11 +316,11 @@ static inline void ec_dedup_block_scatter(ec_dedup_call *c, int64_t block) {
 static int ec_dedup_part_run(ec_dedup_call *c, int part, ec_dedup_table *d) {
     const uint32_t begin = *ec_dedup_start(c, part, 0);
     const int64_t n = *ec_dedup_start(c, part, c->blocks) - begin;
-    if (ec_dedup_begin(d, n) != EC_OK) return EC_NOMEM;
+    if (ec_dedup_begin(d, n, c->expected / EC_PARTS) != EC_OK) return EC_NOMEM;
     ec_dedup_item *items = c->items + begin;
     const int stride = sizeof(ec_dedup_item) / sizeof(int64_t), half_stride = sizeof(ec_dedup_item) / sizeof(uint32_t);
-    const int64_t unique = ec_dedup_run(d, c->seed, EC_PARTS_LOG2, &items->key, stride, n, &items->id, half_stride,
-                                        c->first + begin, c->counts + begin);
+    const int64_t unique = ec_dedup_run(d, c->seed, EC_PARTS_LOG2, &items->key, stride, n, NULL, &items->id, half_stride,
+                                        c->cursor + begin, c->first + begin, c->counts + begin);
     int64_t id = 0;
     for (int64_t block = 0; block <= c->blocks; block++) {
         const uint32_t before = *ec_dedup_start(c, part, block) - begin;

@@ -132,6 +132,15 @@ static int ec_pool_size(void)
     return count;
 }
 
+/* Jobs that workers were woken for since the start. */
+static uint64_t ec_pool_jobs(void)
+{
+    pthread_mutex_lock(&ec_pool.lock);
+    uint64_t jobs = ec_pool.generation;
+    pthread_mutex_unlock(&ec_pool.lock);
+    return jobs;
+}
+
 /* Wait for a running job, stop and join the workers; later jobs run in their callers. */
 static void ec_pool_stop(void)
 {

@@ -55,7 +55,7 @@ typedef struct {
     int dedup_count;
     ec_dedup_call *calls; /* one a table */
     ec_dedup_call *cut;   /* the call that is cut now */
-    uint32_t *ids, *first, *counts, *part_uid, *starts, *fresh;
+    uint32_t *first, *counts, *part_uid, *starts, *fresh;
     int64_t *cursor, *block_first, *block_count;
     ec_dedup_item *items;
     int dedup_status;
@@ -96,12 +96,11 @@ static void ec_work_carve(ec_work *w, ec_carver *c, int64_t n, int64_t large) {
     w->some_hash = (uint64_t *)ec_carve(c, n, 8);
     w->admitted = (uint8_t *)ec_carve(c, n, 1);
     w->some_born = (uint8_t *)ec_carve(c, n, 1);
-    w->ids = (uint32_t *)ec_carve(c, n, 4);
-    w->first = (uint32_t *)ec_carve(c, n, 4);
     w->counts = (uint32_t *)ec_carve(c, n, 4);
     const int64_t blocks = ec_dedup_blocks(large);
     w->items = (ec_dedup_item *)ec_carve(c, large, sizeof(ec_dedup_item));
     w->cursor = (int64_t *)ec_carve(c, large, 8);
+    w->first = (uint32_t *)ec_carve(c, large, 4);
     w->part_uid = (uint32_t *)ec_carve(c, large, 4);
     w->starts = (uint32_t *)ec_carve(c, EC_PARTS * (blocks + 1), 4);
     w->fresh = (uint32_t *)ec_carve(c, EC_PARTS * (blocks + 1), 4);
@@ -123,6 +122,12 @@ static int ec_work_reserve(ec_work *w, int64_t n, int64_t large) {
     ec_carver pieces = {(char *)w->scratch.data, 0};
     ec_work_carve(w, &pieces, n, large);
     return EC_OK;
+}
+
+/* Distinct keys to expect among n, after what a table's last batch held. A little more, since one too many is dear. */
+static inline int64_t ec_expected_unique(const ec_dedup_call *last, int64_t n) {
+    const double share = last->n > 0 ? (double)last->unique / (double)last->n : 0.5;
+    return (int64_t)(share * (double)n * 1.05);
 }
 
 /* Says what every table's dedup reads and writes, and which tables are cut. */
@@ -148,10 +153,11 @@ static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets
     w->out.order = (int64_t *)front + w->n;
     for (int64_t t = 0; t < w->tables; t++) {
         const int64_t begin = offsets[t], size = offsets[t + 1] - begin;
+        const int64_t expected = ec_expected_unique(&w->calls[t], size);
         w->calls[t] = (ec_dedup_call){
             .keys = keys + begin, .n = size, .seed = w->seed, .inverse = w->out.inverse + begin, .order = w->out.order + begin,
-            .unique_keys = w->key + begin, .ends = w->end + begin, .position_base = begin, .ids = w->ids + begin,
-            .first = w->first + begin, .counts = w->counts + begin, .blocks = ec_dedup_blocks(size), .items = w->items,
+            .unique_keys = w->key + begin, .ends = w->end + begin, .position_base = begin, .expected = expected,
+            .counts = w->counts + begin, .first = w->first, .blocks = ec_dedup_blocks(size), .items = w->items,
             .part_uid = w->part_uid, .cursor = w->cursor, .starts = w->starts, .fresh = w->fresh,
             .block_first = w->block_first, .block_count = w->block_count};
         if (size < cut_from) EC_PUSH(w->plain, int64_t, t);

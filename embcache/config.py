@@ -282,12 +282,15 @@ class AdmitAndEvictConfig:
     not_admitted_default_value : float
         What every element of a key reads until it is admitted.
     evict_threshold : int
-        A sweep evicts keys whose largest timestamp is more than this below the newest timestamp seen; 0 is off.
+        A sweep evicts keys whose largest timestamp is more than this below the newest timestamp seen; 0 is off. They are
+        dead from that step on; their memory comes back over the next steps, a bounded amount of work in each.
         Unit: that of the timestamps (steps for ``time_source="step"``).
     evict_step_interval : int
         A sweep happens at each training step that is a multiple of this; needed when `evict_threshold` is set.
     evict_keep_min : int
-        A floor of keys below which a sweep does not go. Only 0 in this version.
+        A floor: a sweep leaves at least so many rows of the table, where there are as many: the most recent ones by largest
+        timestamp. Rows that are equally recent stay or go together, so it may leave more. Keys without a row do not count
+        and are not protected. 0 is off; needs `evict_threshold`.
     time_source : str
         ``"timestamps"``: each batch brings int64 timestamps, one per value. ``"step"``: the step number is the time.
     policy : str
@@ -327,8 +330,10 @@ class AdmitAndEvictConfig:
             raise ConfigError(
                 f'{owner}: policy = {self.policy!r}, show_click = {self.show_click!r}; this version has policy "count" only'
             )
-        if self.evict_keep_min != 0:
-            raise ConfigError(f"{owner}: evict_keep_min = {self.evict_keep_min!r}; this version has no floor, give 0")
+        keep = _integer(owner, "evict_keep_min", self.evict_keep_min, low=0)
+        object.__setattr__(self, "evict_keep_min", keep)
+        if keep > 0 and self.evict_threshold == 0:
+            raise ConfigError(f"{owner}: evict_keep_min = {keep} without eviction; set evict_threshold to 1 or more")
 
     @property
     def admits(self) -> bool:

@@ -126,9 +126,12 @@ class EmbCacheManager:
         self._worker_thread: int | None = None
         self._queued = 0
 
+    def initial_state(self, dim: int) -> np.ndarray:
+        """State of a new row of `dim` weights, float32 (state_dim,)."""
+        return np.repeat(np.array(self.spec.initial_state(), dtype=np.float32), self.spec.state_widths(dim))
+
     def _make_table(self, config: TableConfig) -> Table:
         widths = self.spec.state_widths(config.embedding_dim)
-        state = np.repeat(np.array(self.spec.initial_state(), dtype=np.float32), widths)
         return Table(
             config.name,
             config.embedding_dim,
@@ -136,7 +139,7 @@ class EmbCacheManager:
             dtype=config.dtype,
             initializer=initializer_spec(config.initializer),
             seed=config.seed,
-            initial_state=state,
+            initial_state=self.initial_state(config.embedding_dim),
             with_filter=config.admit_and_evict is not None,
             num_threads=self._num_threads,
         )
@@ -666,7 +669,7 @@ class EmbCacheManager:
                 )
                 entry["hbm_bytes"] = (entry["capacity"] + 1) * size
                 host = self.host_tables[t].stats()
-                entry["rows"], entry["host_bytes"] = host["rows"], host["bytes"]
+                entry["rows"], entry["host_bytes"] = host["rows"] - now["dead"], host["bytes"]
                 tables[config.name] = entry
             totals: dict[str, Any] = {
                 name: sum(entry[name] for entry in tables.values()) for name in next(iter(tables.values()))

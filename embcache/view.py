@@ -104,9 +104,15 @@ class TableView:
         weights, state = check_rows_out(out, len(array), self.dim, self.state_dim, self._owner, self._kind)
         array = apart(array, weights, state)
         with self._manager.door:
-            # A key that an unfinished batch made is found here, where for us it is absent; what it reads is the same.
+            found = self._manager.planner.peek(array, self._table)
+            # A key that an unfinished batch made is found here, where for us it is absent; what it reads is the same. But
+            # the row of a key that a sweep has killed is not a new one, though it may still be there.
             self._host.lookup_rows(array, weights, state)
-            self._overlay(*self._manager.planner.peek(array, self._table), weights, state)
+            absent = found[1] < 0
+            if absent.any():
+                self._host.init_rows(array, weights)
+                state[absent] = self._manager.initial_state(self.dim)
+            self._overlay(*found, weights, state)
         return weights, state
 
     def _overlay(
@@ -146,7 +152,7 @@ class TableView:
         manager = self._manager
         with manager.door:
             start = manager.door.changes
-            _, evicted = manager.planner.unsettled(self._table)
+            _, evicted, _ = manager.planner.unsettled(self._table)
             _, _, resident_rows, *counters = manager.planner.residents(self._table)
         order = np.argsort(resident_rows)
         residents = (resident_rows[order], counters[0][order], counters[1][order])
@@ -189,8 +195,8 @@ class TableView:
 
     def __len__(self) -> int:
         with self._manager.door:
-            born, gone = self._manager.planner.unsettled(self._table)
-            return len(self._host) - len(born) + len(gone)
+            born, gone, dead = self._manager.planner.unsettled(self._table)
+            return len(self._host) - len(born) + len(gone) - dead
 
     def __contains__(self, key: object) -> bool:
         value = whole_number(key)

@@ -7,6 +7,7 @@ cdef extern from "ec_filter.h":
         int64_t admit_threshold  # <= 1: every key is admitted
         int64_t evict_threshold  # 0: no sweeps
         int64_t evict_interval   # steps between sweeps
+        int64_t keep_min         # rows that a sweep leaves at least
         int time_is_step         # the step number is the timestamp
         int needs_timestamps     # a batch with keys must bring timestamps
 
@@ -19,5 +20,5 @@ cdef class FeatureFilter:
     cdef ec_filter f             # changed by the planner only, under its lock
     cdef readonly object config  # AdmitAndEvictConfig
     cdef int64_t pid             # the process that made it
-    cdef int64_t size(self) noexcept nogil                                               # keys waiting
-    cdef void export(self, int64_t *keys, int64_t *counts, int64_t *last) noexcept nogil  # in entry order
+    cdef int64_t size(self) noexcept nogil   # keys waiting, and dead ones that are not taken away yet
+    cdef int64_t export(self, int64_t *keys, int64_t *counts, int64_t *last) noexcept nogil  # the living, in entry order

@@ -40,6 +40,7 @@ cdef extern from "ec_filter.h":
 
     void ec_filter_init(ec_filter *f, const ec_filter_rule *rule, uint64_t seed) noexcept nogil
     void ec_filter_free(ec_filter *f) noexcept nogil
+    int ec_filter_entry_dead(const ec_filter *f, const ec_filter_entry *entry) noexcept nogil
     int ec_filter_check(const ec_filter *f) noexcept nogil
 
 
@@ -63,6 +64,7 @@ cdef class FeatureFilter:
         rule.admit_threshold = config.admit_threshold
         rule.evict_threshold = config.evict_threshold
         rule.evict_interval = config.evict_step_interval
+        rule.keep_min = config.evict_keep_min
         rule.time_is_step = config.time_source == "step"
         rule.needs_timestamps = config.needs_timestamps
         if rule.evict_threshold > 0 and rule.evict_interval < 1:
@@ -78,17 +80,18 @@ cdef class FeatureFilter:
     cdef int64_t size(self) noexcept nogil:
         return (<ec_filter_full *>&self.f).index.size
 
-    cdef void export(self, int64_t *keys, int64_t *counts, int64_t *last) noexcept nogil:
+    cdef int64_t export(self, int64_t *keys, int64_t *counts, int64_t *last) noexcept nogil:
         cdef ec_filter_full *full = <ec_filter_full *>&self.f
         cdef ec_filter_entry *entry
         cdef int64_t i, at = 0
         for i in range(full.entries.size):
             entry = &(<ec_filter_entry *>full.entries.data)[i]
-            if entry.count > 0:
+            if entry.count > 0 and not ec_filter_entry_dead(&self.f, entry):
                 keys[at] = entry.key
                 counts[at] = entry.count
                 last[at] = entry.last
                 at += 1
+        return at
 
     @property
     def newest(self):

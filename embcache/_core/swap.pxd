@@ -69,6 +69,8 @@ cdef extern from "ec_plan.h":
     void ec_plan_undo(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_swapped_out(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_finish(ec_side *s, ec_part *p) noexcept nogil
+    int ec_side_slot_dead(const ec_side *s, const ec_slot *slot) noexcept nogil
+    void ec_side_count_dead(const ec_side *s, int64_t *rows, int64_t *waiting) noexcept nogil
     void ec_side_recency(const ec_side *s, int64_t *keys) noexcept nogil
     void ec_side_retire(ec_side *s) noexcept nogil
     int64_t ec_side_scan(const ec_side *s, int64_t *cursor, int64_t *keys, int64_t *counts, int64_t *last, int64_t most) noexcept nogil
@@ -90,6 +92,7 @@ cdef extern from "ec_work.h":
     ctypedef struct ec_work:
         int64_t tables
         int64_t n
+        int64_t sweep_rows
         ec_side *sides
         ec_part *parts
         ec_arrays out
@@ -122,6 +125,7 @@ cdef extern from "ec_phases.h":
     void ec_phase_block_number(void *work, int64_t block) noexcept nogil
     void ec_phase_block_inverse(void *work, int64_t block) noexcept nogil
     void ec_phase_range_order(void *work, int64_t range) noexcept nogil
+    void ec_pass_share(ec_work *w) noexcept nogil
     void ec_phase_lookup(void *work, int64_t task) noexcept nogil
     void ec_phase_decide(void *work, int64_t t) noexcept nogil
     void ec_phase_bear(void *work, int64_t t) noexcept nogil
@@ -144,6 +148,8 @@ cdef extern from "ec_peek.h":
     void ec_peek(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n, int64_t *slots, int64_t *rows, uint8_t *places) noexcept nogil
     int64_t ec_born_rows(const ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count, int64_t *rows) noexcept nogil
     int64_t ec_evicted_rows(const ec_overlay *o, const ec_side *s, int64_t *rows) noexcept nogil
+    int64_t ec_dead_rows(const ec_overlay *o, const ec_side *s) noexcept nogil
+    int64_t ec_first_dying(const ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
     int64_t ec_first_in_use(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
     int64_t ec_side_drop(ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
     int64_t ec_counting_keys(const ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count, int64_t *keys) noexcept nogil

@@ -61,6 +61,7 @@ PEEK_DEFAULT = EC_PEEK_DEFAULT
 cdef enum:
     SMALL_CALL = 8192      # keys below which the pool is not woken
     SCAN_ROWS = 65536      # host rows read at a time
+    SWEEP_ROWS = 1 << 21   # places a plan looks at for a sweep: a few milliseconds
     MAX_CAPACITY = 0x7FFFFFFF
 
 _manager_numbers = itertools.count(1)
@@ -103,6 +104,10 @@ cdef class SwapManager:
         ``"lru"``.
     num_threads : int, optional
         At most this many threads plan a batch; nothing observable depends on it.
+    sweep_rows : int, optional
+        Slots, host rows and waiting keys that one plan looks at, all tables together, to take away what a sweep has killed
+        (a key that is taken away counts as 64). Nothing observable depends on it but the time that a plan takes, which slots
+        and row indexes are reused when, and so hits and misses.
 
     Raises
     ------
@@ -119,7 +124,7 @@ cdef class SwapManager:
     Thread safety: calls may come from any thread; one at a time runs.
     """
 
-    def __cinit__(self, tables, capacities, filters=None, *, policy="lru", num_threads=None):
+    def __cinit__(self, tables, capacities, filters=None, *, policy="lru", num_threads=None, sweep_rows=SWEEP_ROWS):
         memset(&self.work, 0, sizeof(ec_work))
         self.overlays = NULL
         self.plans = NULL
@@ -136,6 +141,10 @@ cdef class SwapManager:
         configs = [None] * count if filters is None else list(filters)
         policy_number(policy)
         self.num_threads = resolve_threads(num_threads)
+        slice_rows = whole_number(sweep_rows)
+        if slice_rows is None or not 1 <= slice_rows < 2**62:
+            raise ConfigError(f"sweep_rows = {sweep_rows!r}; give an integer of 1 or more")
+        self.work.sweep_rows = slice_rows
         if count == 0:
             raise ConfigError("tables: none given; a SwapManager needs at least one")
         if len(capacities) != count or len(configs) != count:
@@ -383,6 +392,7 @@ cdef class SwapManager:
         cdef int threads = self.threads_for(w.n)
         cdef int status = EC_OK
         parallel_for(ec_phase_lookup, w, w.chunks.size, threads)
+        ec_pass_share(w)
         parallel_for(ec_phase_decide, w, w.tables, threads)
         for t in range(w.tables):
             if w.parts[t].status != EC_OK:
@@ -706,8 +716,11 @@ cdef class SwapManager:
             Live rows of keys that `peek` does not show in them yet.
         evicted : int64[m]
             Rows in limbo of keys that `peek` still shows.
+        dead : int
+            Live rows that `peek` does not show because a sweep has killed their keys; counted in O(rows) while its pass
+            is under way.
         """
-        cdef int64_t t, k, room = 1, born_count, evicted_count
+        cdef int64_t t, k, room = 1, born_count, evicted_count, dead
         cdef int64_t[::1] born_view, evicted_view
         self.enter()
         try:
@@ -721,8 +734,10 @@ cdef class SwapManager:
                 raise ClosedError(f"table {self.tables[t].name!r} is closed")
             born_count = ec_born_rows(&self.work.sides[t], t, self.plans, len(self.unfinished), &born_view[0])
             evicted_count = ec_evicted_rows(&self.overlays[t], &self.work.sides[t], &evicted_view[0])
-            table_unlock(self.work.sides[t].table)
-            return np.unique(born[:born_count]), evicted[:evicted_count]
+            with nogil:
+                dead = ec_dead_rows(&self.overlays[t], &self.work.sides[t])
+                table_unlock(self.work.sides[t].table)
+            return np.unique(born[:born_count]), evicted[:evicted_count], dead
         finally:
             self.leave()
 
@@ -796,6 +811,8 @@ cdef class SwapManager:
                 ec_counting_keys(&self.work.sides[t], t, self.plans, len(self.unfinished), &counting_view[0])
                 counted = np.flatnonzero(np.isin(keys, counting))
                 first = counted[0] if len(counted) else n
+            if first == n:
+                first = ec_first_dying(&self.work.sides[t], &view[0], n)
             if first < n:
                 raise PinnedKeyError(f"table {self.tables[t].name!r}: key {view[first]} is in use by an unfinished batch; finish or cancel it first")
             with nogil:
@@ -889,19 +906,19 @@ cdef class SwapManager:
             if waiting > 0:
                 chunk = np.zeros((4, waiting), np.int64)
                 view = chunk
-                waiters.export(&view[0, 0], &view[1, 0], &view[2, 0])
-                parts.append(chunk)
+                got = waiters.export(&view[0, 0], &view[1, 0], &view[2, 0])
+                parts.append(chunk[:, :got])
             if side.cache.live > 0:
                 chunk = np.ones((4, side.cache.live), np.int64)
                 view = chunk
                 got = 0
                 for i in range(side.cache.capacity):
-                    if side.cache.state[i] == EC_SLOT_LIVE:
+                    if side.cache.state[i] == EC_SLOT_LIVE and not ec_side_slot_dead(side, &side.cache.slots[i]):
                         view[0, got] = side.cache.slots[i].key
                         view[1, got] = side.cache.slots[i].freq
                         view[2, got] = side.cache.slots[i].last
                         got += 1
-                parts.append(chunk)
+                parts.append(chunk[:, :got])
             if table_lock(side.table, 0) != EC_OK:
                 raise ClosedError(f"table {self.tables[t].name!r} is closed")
             try:
@@ -1067,11 +1084,26 @@ cdef class SwapManager:
 
         ``hits``, ``misses``: unique keys of batches that were, or were not, resident; ``admitted``, ``rejected``: unique keys
         that got a slot, or did not; ``evicted``: keys that a sweep took the row of; ``forgotten``: keys swept before they
-        had one; ``born``: rows made; ``swap_in_rows``, ``swap_out_rows``; ``capacity``, ``resident``, ``free``, ``pinned``: slots now.
+        had one; ``born``: rows made; ``swap_in_rows``, ``swap_out_rows``; ``capacity``, ``resident``, ``free``, ``pinned``: slots now;
+        ``dead``: rows of the host table that a sweep has killed and its pass has not taken away yet. `evicted` and `forgotten`
+        count from the sweep on; while a pass is under way that takes a look at every row.
         """
+        cdef int64_t t, rows, waiting
         self.enter()
         try:
-            return [self.numbers(t) for t in range(self.work.tables)]
+            every = []
+            for t in range(self.work.tables):
+                numbers = self.numbers(t)
+                if table_lock(self.work.sides[t].table, 0) != EC_OK:
+                    raise ClosedError(f"table {self.tables[t].name!r} is closed")
+                with nogil:
+                    ec_side_count_dead(&self.work.sides[t], &rows, &waiting)
+                    table_unlock(self.work.sides[t].table)
+                numbers["evicted"] += rows
+                numbers["forgotten"] += waiting
+                numbers["dead"] = rows
+                every.append(numbers)
+            return every
         finally:
             self.leave()
 

@@ -71,6 +71,7 @@ class TableModel:
         self.gone: list[Gone] = []
         self.waiting: dict[int, list[int]] = {}  # key without a row -> [count, last]
         self.newest = NEVER
+        self.lazy = False  # the planner takes away what a sweep has killed at another time, so that other rows are free
         self.totals = dict.fromkeys(
             ("hits", "misses", "swap_out_rows", "admitted", "rejected", "evicted", "forgotten", "born"), 0
         )
@@ -132,8 +133,9 @@ class TableModel:
         swept: set[int] = set()
         if config.evict_threshold > 0 and step % config.evict_step_interval == 0:
             cutoff = self.newest - config.evict_threshold  # Python's integers do not overflow
+            floor = self._floor(cutoff)
             for key, row in list(self.rows.items()):
-                if row.count > 0 and row.last < cutoff:
+                if row.count > 0 and row.last < floor:
                     swept.add(key)
                     self._kill(p, key, step)
             for counters in (self.waiting, fresh):
@@ -144,6 +146,14 @@ class TableModel:
                         p.forgotten += counters is self.waiting
         self.waiting.update(fresh)
         return swept
+
+    def _floor(self, cutoff: int) -> int:
+        """The cut-off for rows: lower than `cutoff` where fewer than evict_keep_min rows would survive."""
+        doomed = sorted((row.last for row in self.rows.values() if row.count > 0 and row.last < cutoff), reverse=True)
+        missing = self.config.evict_keep_min - (len(self.rows) - len(doomed))
+        if missing <= 0:
+            return cutoff
+        return doomed[missing - 1] if missing <= len(doomed) else NEVER
 
     def _kill(self, p: PlanModel, key: int, step: int) -> None:
         row = self.rows.pop(key)
@@ -163,7 +173,7 @@ class TableModel:
         for key in wanted:
             if key not in self.rows:
                 index = new_rows[key]
-                assert index not in self.rows_in_use(), f"row {index} was given out while it is in use"
+                assert self.lazy or index not in self.rows_in_use(), f"row {index} was given out while it is in use"
                 count, last = self.waiting.pop(key, (0, NEVER))
                 self.rows[key] = Row(index, count, last)
                 p.born.append(key)

@@ -29,6 +29,7 @@ filters = st.one_of(
         admit_threshold=st.sampled_from([-1, 0, 1, 2, 3]),
         evict_threshold=st.sampled_from([1, 2, 2**63 - 1]),
         evict_step_interval=st.sampled_from([1, 2, 3]),
+        evict_keep_min=st.sampled_from([0, 0, 1, 3]),
         time_source=st.sampled_from(["step", "timestamps"]),
     ),
     st.builds(AdmitAndEvictConfig, admit_threshold=st.sampled_from([0, 2, 3])),
@@ -38,10 +39,13 @@ ordinary_times = st.integers(0, 6)
 
 class PlannerMachine(RuleBasedStateMachine):
     @initialize(
-        tables=st.lists(st.tuples(st.integers(2, 8), filters), min_size=1, max_size=3), threads=st.sampled_from([1, 2])
+        tables=st.lists(st.tuples(st.integers(2, 8), filters), min_size=1, max_size=3),
+        threads=st.sampled_from([1, 2]),
+        sweep_rows=st.sampled_from([None, 1, 2, 5, 80]),
     )
-    def start(self, tables, threads):
-        self.rig = Rig([capacity for capacity, _ in tables], [config for _, config in tables], num_threads=threads)
+    def start(self, tables, threads, sweep_rows):
+        capacities, configs = [capacity for capacity, _ in tables], [config for _, config in tables]
+        self.rig = Rig(capacities, configs, num_threads=threads, sweep_rows=sweep_rows)
 
     def batch(self, data, most):
         keys = [data.draw(st.lists(st.sampled_from(KEYS), max_size=most)) for _ in self.rig.tables]
@@ -135,7 +139,7 @@ TestPlannerMachine.settings = settings(
 )
 
 
-def random_run(seed: int, steps: int) -> dict[str, int]:
+def random_run(seed: int, steps: int, sweep_rows: int | None = None) -> dict[str, int]:
     """A long run with the habits of training: a pipeline some batches deep, now and then something unusual."""
     rng = random.Random(seed)
     pool = [rng.choice([1, -1]) * rng.getrandbits(rng.choice([3, 8, 62])) for _ in range(14)] + KEYS[:6]
@@ -147,13 +151,15 @@ def random_run(seed: int, steps: int) -> dict[str, int]:
                     admit_threshold=rng.choice([-1, 2, 3]),
                     evict_threshold=rng.choice([1, 2, 4]),
                     evict_step_interval=rng.choice([1, 2, 3]),
+                    evict_keep_min=rng.choice([0, 0, 2, 5]),
                     time_source=rng.choice(["step", "timestamps"]),
                 ),
             ]
         )
         for _ in range(rng.randint(1, 3))
     ]
-    rig = Rig([rng.randint(3, 12) for _ in configs], configs, num_threads=rng.choice([1, 2]))
+    capacities, threads = [rng.randint(3, 12) for _ in configs], rng.choice([1, 2])
+    rig = Rig(capacities, configs, num_threads=threads, sweep_rows=sweep_rows)
     clock = 0
     for _ in range(steps):
         clock += rng.choice([0, 0, 1, 1, 3])
@@ -188,3 +194,11 @@ def test_long_runs_agree_with_the_model():
         total.update(random_run(seed, 120))
     assert all(total[name] > 20 for name in ("hits", "swap_out_rows", "evicted", "forgotten", "rejected")), total
     assert all(total[name] > 20 for name in ("zombies", "dying slots taken", "cancelled", "refused")), total
+
+
+def test_long_runs_with_sweeps_in_small_slices_agree_with_the_model():
+    total: Counter[str] = Counter()
+    for seed in range(20 * SOAK):
+        total.update(random_run(seed, 120, sweep_rows=1 + seed % 4 * 9))
+    assert all(total[name] > 20 for name in ("hits", "swap_out_rows", "evicted", "forgotten", "rejected")), total
+    assert total["dead not taken away"] > 200 and total["cancelled"] > 20, total

@@ -9,17 +9,19 @@ from embcache._core.filter import FeatureFilter
 from embcache._core.swap import SwapManager
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig
-from embcache.errors import ConfigError, PlanError
+from embcache.errors import ConfigError, PinnedKeyError, PlanError
 
 NEVER = -(2**63)
 LAST = 2**63 - 1
 
 
-def make(capacity=8, *, with_row=(), **config):
+def make(capacity=8, *, with_row=(), sweep_rows=1 << 21, **config):
     table = Table("t", 1, with_filter=True)
     if with_row:
         table.insert(np.array(with_row, np.int64))
-    return SwapManager([table], [capacity], [AdmitAndEvictConfig(**config)], num_threads=1), table
+    return SwapManager(
+        [table], [capacity], [AdmitAndEvictConfig(**config)], num_threads=1, sweep_rows=sweep_rows
+    ), table
 
 
 def run(manager, keys, times=None):
@@ -158,6 +160,58 @@ def test_newest_stays_newest_when_its_key_is_gone():
     assert manager.filter_state(0)["newest"] == 100 and set(counters(manager)) == {1}
 
 
+# ------------------------------------------------------------------------------------------------------------- the floor
+
+
+def test_case_25_a_floor_of_rows_keeps_the_most_recent():
+    manager, table = make(evict_threshold=10, evict_step_interval=2, evict_keep_min=2)
+    run(manager, [1, 2, 3, 4], [0, 5, 9, 7])
+    run(
+        manager, [5], [1000]
+    )  # all rows are too old: the two most recent of them stay, and 5 is admitted after the sweep
+    assert counters(manager) == {3: (1, 9, 1), 4: (1, 7, 1), 5: (1, 1000, 1)} and len(table) == 3
+    assert manager.stats()[0]["evicted"] == 2
+
+
+def test_rows_that_are_equally_recent_stay_together_at_the_floor():
+    manager, _ = make(evict_threshold=10, evict_step_interval=2, evict_keep_min=3)
+    run(manager, [1, 2, 3, 4], [0, 7, 7, 7])
+    run(manager, [5], [1000])
+    assert set(counters(manager)) == {2, 3, 4, 5}
+
+
+def test_a_table_below_its_floor_loses_no_row_but_waiting_keys_go():
+    manager, _ = make(admit_threshold=2, evict_threshold=10, evict_step_interval=2, evict_keep_min=5)
+    run(manager, [1, 1, 2, 2, 3], [0, 0, -5, -5, 0])
+    assert run(manager, [4, 1], [1000, 1]) == {4: 0, 1: 1}
+    assert set(counters(manager)) == {1, 2, 4}
+    assert manager.stats()[0]["evicted"] == 0 and manager.stats()[0]["forgotten"] == 1
+
+
+def test_rows_of_the_user_count_for_the_floor():
+    manager, _ = make(evict_threshold=10, evict_step_interval=2, evict_keep_min=2, with_row=[8, 9])
+    run(manager, [1], [0])
+    run(manager, [], [])
+    assert set(counters(manager)) == {1, 8, 9}
+    run(manager, [2], [1000])
+    run(manager, [], [])
+    assert set(counters(manager)) == {2, 8, 9}
+
+
+@pytest.mark.parametrize("keep", [0, 1, 70, 700, 5000])
+def test_the_floor_among_many_timestamps(keep):
+    rng = np.random.default_rng(keep)
+    stamps = rng.integers(-(2**63), 2**63 - 1, 3000)
+    manager, table = make(512, evict_threshold=1, evict_step_interval=2, evict_keep_min=keep)
+    for at in range(0, 3000, 500):
+        run(manager, np.arange(at, at + 500).tolist(), stamps[at : at + 500].tolist())
+        run(manager, [], [])
+        alive = np.sort(stamps[: at + 500])[::-1][: max(keep, 1)]
+        expected = sorted(set(alive.tolist()))
+        assert sorted(set(manager.filter_state(0)["last"].tolist())) == expected[-len(expected) :]
+    assert len(table) == min(max(keep, 1), 3000)
+
+
 # ------------------------------------------------------------------------------------------------- pins, undo, rows by hand
 
 
@@ -261,3 +315,99 @@ def test_an_empty_filter():
     waiting = FeatureFilter(AdmitAndEvictConfig(admit_threshold=2), 0)
     assert len(waiting) == 0 and waiting.newest == NEVER and waiting.nbytes >= 0
     waiting.check()
+
+
+# ------------------------------------------------------------------------------------------------------ sweeps in slices
+
+
+def test_what_a_sweep_killed_is_dead_at_once_and_taken_away_later():
+    manager, table = make(4, evict_threshold=5, evict_step_interval=8, sweep_rows=1)
+    for first in range(0, 49, 7):
+        run(manager, [first % 28, first % 28 + 1, first % 28 + 2], [0, 0, 0])
+    known = len(table)
+    run(manager, [1000], [100])  # step 8
+    assert set(counters(manager)) == {1000}
+    assert len(table) == 1 + manager.stats()[0]["dead"] and manager.stats()[0]["dead"] >= known - 1
+    assert manager.stats()[0]["evicted"] == known
+    assert (manager.peek(np.arange(30), 0)[2] == 0).all() and len(table) - manager.unsettled(0)[2] == 1
+    left = []
+    while manager.stats()[0]["dead"]:
+        run(manager, [1000], [100])
+        left.append(manager.stats()[0]["dead"])
+        assert manager.stats()[0]["evicted"] == known
+        assert len(left) < 500
+    assert left == sorted(left, reverse=True) and len(left) >= known - 1 and len(table) == 1
+
+
+def test_a_dead_key_starts_anew_before_the_pass_has_come_to_it():
+    manager, table = make(4, admit_threshold=2, evict_threshold=5, evict_step_interval=3, sweep_rows=1)
+    run(manager, [1, 1, 2, 2, 3], [0] * 5)
+    born = manager.stats()[0]["born"]
+    run(manager, [4, 4, 5, 5], [0] * 4)
+    run(manager, [9], [100])  # the sweep
+    assert run(manager, [1, 2, 2, 3], [100] * 4) == {1: 0, 2: 1, 3: 0}
+    assert counters(manager) == {9: (1, 100, 0), 1: (1, 100, 0), 2: (2, 100, 1), 3: (1, 100, 0)}
+    assert manager.stats()[0]["born"] == born + 3 and manager.stats()[0]["evicted"] == 4
+    assert manager.stats()[0]["forgotten"] == 1 and len(table) == 1 + manager.stats()[0]["dead"]
+
+
+def test_a_key_that_comes_late_lives_until_the_next_sweep():
+    for rows in (1, 1 << 21):
+        manager, _ = make(4, evict_threshold=5, evict_step_interval=4, sweep_rows=rows)
+        for key in (1, 2, 3):
+            run(manager, [key], [0])
+        run(manager, [9], [100])  # step 4: a sweep, cut-off 95
+        assert run(manager, [1, 7], [3, 4]) == {1: 1, 7: 1}
+        assert run(manager, [7], [2]) == {7: 1}
+        assert counters(manager) == {9: (1, 100, 1), 1: (1, 3, 1), 7: (2, 4, 1)}
+        run(manager, [], [])
+        run(manager, [], [])  # step 8
+        assert counters(manager) == {9: (1, 100, 1)}
+
+
+def test_the_user_can_write_and_erase_dead_keys_at_once():
+    manager, table = make(4, evict_threshold=5, evict_step_interval=3, sweep_rows=1)
+    run(manager, [1, 2, 3], [0, 0, 0])
+    run(manager, [4, 5, 6], [0, 0, 0])
+    run(manager, [9], [100])
+    assert manager.stats()[0]["dead"] >= 5 and manager.stats()[0]["evicted"] == 6
+    assert manager.drop(0, np.array([1, 2, 6])) == 0  # some in the host, some resident: all go for good
+    assert table.find(np.array([1, 2, 6])).tolist() == [-1, -1, -1]
+    assert 2 <= manager.stats()[0]["dead"] <= 3 and manager.stats()[0]["evicted"] == 6
+    row = table.insert(np.array([1]))
+    assert counters(manager)[1] == (0, NEVER, 1) and manager.peek(np.array([1]), 0)[1].tolist() == row.tolist()
+    assert run(manager, [1], [50]) == {1: 1}
+    assert counters(manager)[1] == (1, 50, 1)
+    manager.check()
+
+
+def test_keys_killed_by_an_unfinished_sweep_are_in_use():
+    manager, _ = make(4, admit_threshold=2, evict_threshold=5, evict_step_interval=2, sweep_rows=1)
+    run(manager, [1, 1, 2], [0, 0, 0])
+    one = manager.plan(np.array([9]), np.array([0, 1]), np.array([100]))
+    with pytest.raises(PinnedKeyError, match="key 1"):
+        manager.drop(0, np.array([1]))
+    with pytest.raises(PinnedKeyError, match="key 2"):
+        manager.forget_waiting(0, np.array([2]))
+    assert manager.peek(np.array([1]), 0)[0].tolist() == [0]  # evaluation still sees it
+    manager.cancel(one)
+    assert manager.forget_waiting(0, np.array([2])) == 1 and manager.drop(0, np.array([1])) == 1
+
+
+def test_undo_after_entries_were_forgotten_by_hand():
+    """The list of unused entries keeps its sense when the user forgets a key between a plan and its cancel."""
+    manager, _ = make(4, admit_threshold=2)
+    run(manager, [1, 2, 3])
+    one = manager.plan(np.array([1]), np.array([0, 1]))  # takes the entry of 1 away
+    assert manager.forget_waiting(0, np.array([2])) == 1
+    manager.cancel(one)
+    run(manager, [7])
+    run(manager, [8])
+    assert counters(manager) == dict.fromkeys((1, 3, 7, 8), (1, NEVER, 0))
+    manager.check()
+
+
+def test_bad_slices_are_refused():
+    for rows in (0, -1, 1.5, "many", 2**62):
+        with pytest.raises(ConfigError, match="sweep_rows"):
+            make(sweep_rows=rows)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import embcache as ec
+from embcache._core.swap import SwapManager
 from embcache.table import EmbTable
 
 
@@ -302,3 +303,30 @@ def test_a_view_and_an_embtable_take_and_give_the_same():
         assert keys.tolist() == [1] and frequency is None and timestamp is None
         with pytest.raises(ec.ShapeError, match="'t': weights has dtype float64; give float32"):
             one.assign([1], np.ones((1, 2)))
+
+
+def test_i1_rows_that_a_sweep_killed_are_not_there_though_they_are_not_taken_away():
+    rule = ec.AdmitAndEvictConfig(evict_threshold=2, evict_step_interval=5, time_source="step")
+    m = manager_of(4, admit_and_evict=rule)
+    m.planner.close()
+    m.planner = m.door.planner = SwapManager(m.host_tables, [4], [rule], sweep_rows=1)
+    t = m.table("t")
+    for keys in ([1, 2, 3], [4, 5, 6], [9], [9], [9]):
+        train(m, keys)
+    t.flush()
+    assert m.planner.stats()[0]["dead"] > 3
+    assert len(t) == 1 == m.stats()["rows"] and m.stats()["evicted"] == 6
+    assert [keys.tolist() for keys, *_ in t.items()] == [[9]]
+    weights, state = t.lookup_rows([1, 4, 9, 6])
+    assert weights.tolist() == [[1, 1], [1, 1], [31, 31], [1, 1]] and np.array_equal(
+        t.lookup([1, 4, 9, 6], insert=False), weights
+    )
+    assert state.tolist() == [[0.5, 0.5], [0.5, 0.5], [3.5, 3.5], [0.5, 0.5]]
+    assert (t.find([1, 4]) == -1).all() and 4 not in t and 9 in t
+    t.assign([1], np.full((1, 2), 2, np.float32))
+    assert t.insert([4])[0] >= 0 and len(t) == 3
+    assert t.lookup([1, 4, 9, 6], insert=False).tolist() == [[2, 2], [1, 1], [31, 31], [1, 1]]
+    assert t.lookup_rows([4])[1].tolist() == [[0.5, 0.5]]
+    assert t.erase([1, 6]) == 1 and len(t) == 2
+    t.check()
+    m.close()

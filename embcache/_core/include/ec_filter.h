@@ -2,6 +2,18 @@
  *
  * Counters of keys that have a row live beside the slot or in the host columns; a key is in one of the three places
  * only (but for a row that the user has put in: the planner takes the counters over when it meets the key).
+ *
+ * Sweeps. A sweep sets a cut-off and kills nothing by itself: from then on every key with a smaller last timestamp is
+ * dead, wherever it is met. Row, slot and counters of the dead are taken away by a pass over slots, host rows and waiting
+ * keys (ec_sweep.h) that goes on a slice a plan. Dead and not yet taken away is a key only while a pass is under way.
+ *
+ * Late keys. A key that comes *after* a sweep with a timestamp below the cut-off lives until the next sweep, as it would
+ * if the sweep had taken everything at once. While a pass is under way such keys are in `late`.
+ *
+ * Records. Evaluation sees the state after the last finished batch (I6), so it has to know whether the sweep that killed
+ * a key belongs to a finished plan. Each sweep leaves a record of what held before it, until its plan and those of all
+ * sweeps before it have finished; and undo puts that back. (Where plans finish out of order, a later one that has taken a
+ * dead row away may have finished before the sweep's: evaluation then sees the row gone with the first of the two.)
  */
 #ifndef EC_FILTER_H
 #define EC_FILTER_H
@@ -25,9 +37,30 @@ typedef struct {
     int64_t admit_threshold; /* <= 1: every key is admitted */
     int64_t evict_threshold; /* 0: no sweeps */
     int64_t evict_interval;  /* steps between sweeps */
+    int64_t keep_min;        /* rows that a sweep leaves at least, the most recent ones */
     int time_is_step;        /* the step number is the timestamp */
     int needs_timestamps;
 } ec_filter_rule;
+
+enum { EC_PASS_IDLE = 0, EC_PASS_SLOTS = 1, EC_PASS_ROWS = 2, EC_PASS_ENTRIES = 3 };
+
+/* The cut-offs of the last sweep, and how far the pass has come that takes away what they killed. */
+typedef struct {
+    int64_t cutoff;         /* rows with a smaller last timestamp are dead */
+    int64_t waiting_cutoff; /* the same for keys without a row, which the floor does not protect */
+    int64_t at;             /* the next slot, row or entry */
+    int32_t region;         /* EC_PASS_...; IDLE: nothing dead is left */
+    int32_t again;          /* a sweep came while the pass was under way: it goes round once more */
+} ec_pass;
+
+/* A sweep, and what held before it. */
+typedef struct {
+    int64_t step;
+    int64_t cutoff;
+    int active;   /* whether a pass was under way */
+    int finished; /* whether the plan has finished */
+    ec_index late;
+} ec_sweep_record;
 
 typedef struct {
     ec_filter_rule rule;
@@ -35,6 +68,9 @@ typedef struct {
     ec_vec entries; /* of ec_filter_entry */
     ec_vec unused;  /* of uint32_t, last in first out */
     int64_t newest; /* largest timestamp seen; INT64_MIN: none yet */
+    ec_pass pass;
+    ec_index late; /* keys below the cut-off that came after the sweep; meaningful while a pass is under way */
+    ec_vec sweeps; /* of ec_sweep_record, oldest first */
 } ec_filter;
 
 enum { EC_FILTER_ADDED = 0, EC_FILTER_BUMPED = 1, EC_FILTER_REMOVED = 2 };
@@ -47,18 +83,24 @@ typedef struct {
 } ec_filter_change;
 
 #define EC_ENTRY(filter, id) EC_AT((filter)->entries, ec_filter_entry, id)
+#define EC_SWEEP(filter, i) EC_AT((filter)->sweeps, ec_sweep_record, i)
 
 static inline void ec_filter_init(ec_filter *f, const ec_filter_rule *rule, uint64_t seed) {
     memset(f, 0, sizeof *f);
     ec_index_init(&f->index, seed);
     f->rule = *rule;
     f->newest = INT64_MIN;
+    f->pass.cutoff = f->pass.waiting_cutoff = INT64_MIN;
+    ec_index_init(&f->late, seed);
 }
 
 static inline void ec_filter_free(ec_filter *f) {
     ec_index_free(&f->index);
     ec_vec_free(&f->entries);
     ec_vec_free(&f->unused);
+    ec_index_free(&f->late);
+    for (int64_t i = 0; i < f->sweeps.size; i++) ec_index_free(&EC_SWEEP(f, i).late);
+    ec_vec_free(&f->sweeps);
 }
 
 static inline int64_t ec_add_saturated(int64_t a, int64_t b) {
@@ -112,6 +154,17 @@ static inline ec_filter_change ec_filter_remove(ec_filter *f, uint32_t id) {
     return change;
 }
 
+/* Takes an entry off the list of unused ones: its last, unless others were freed by hand since. */
+static inline void ec_filter_unfree(ec_filter *f, uint32_t id) {
+    uint32_t *list = (uint32_t *)f->unused.data;
+    int64_t at = --f->unused.size;
+    for (uint32_t above = list[at]; above != id;) {
+        const uint32_t next = list[--at];
+        list[at] = above;
+        above = next;
+    }
+}
+
 /* Undoes the newest change that is not undone yet. Entries and the order of unused ones are then as they were. */
 static inline void ec_filter_undo(ec_filter *f, const ec_filter_change *change) {
     ec_filter_entry *entry = &EC_ENTRY(f, change->id);
@@ -121,11 +174,56 @@ static inline void ec_filter_undo(ec_filter *f, const ec_filter_change *change) 
         EC_PUSH(f->unused, uint32_t, change->id);
     } else {
         if (change->kind == EC_FILTER_REMOVED) {
-            f->unused.size--;
+            ec_filter_unfree(f, change->id);
             ec_index_insert(&f->index, change->before.key, ec_hash(change->before.key), change->id);
         }
         *entry = change->before;
     }
+}
+
+/* ------------------------------------------------------------------------------------------------------- who is dead */
+
+static inline int ec_filter_late(const ec_index *late, int64_t key) { return late->size > 0 && ec_index_find(late, key, ec_hash(key)) >= 0; }
+
+/* Whether a mapped row with these counters is dead. A row that training has never met (frequency 0) has no timestamp. */
+static inline int ec_filter_row_dead(const ec_filter *f, int64_t key, int64_t freq, int64_t last) {
+    return f->pass.region != EC_PASS_IDLE && last < f->pass.cutoff && freq > 0 && !ec_filter_late(&f->late, key);
+}
+
+static inline int ec_filter_entry_dead(const ec_filter *f, const ec_filter_entry *entry) {
+    return f->pass.region != EC_PASS_IDLE && entry->last < f->pass.waiting_cutoff && entry->count > 0 && !ec_filter_late(&f->late, entry->key);
+}
+
+/* For a row that was found dead at `step`: whether the sweep that killed it belongs to a finished plan. A key that was late before a sweep was
+ * alive up to it; from there on, or from the first sweep that is on record, the first cut-off above `last` killed it. */
+static inline int ec_filter_death_trained(const ec_filter *f, int64_t key, int64_t last, int64_t step) {
+    int64_t n = f->sweeps.size;
+    while (n > 0 && EC_SWEEP(f, n - 1).step > step) n--; /* what came later is another life of the key */
+    int64_t i = n - 1;
+    if (n == 0) return 1;
+    while (i >= 0 && EC_SWEEP(f, i).active && !ec_filter_late(&EC_SWEEP(f, i).late, key)) i--;
+    if (i < 0) {
+        if (last < EC_SWEEP(f, 0).cutoff) return 1;
+        i = 0;
+    }
+    while (i + 1 < n && last >= EC_SWEEP(f, i + 1).cutoff) i++;
+    return EC_SWEEP(f, i).finished;
+}
+
+/* The plan of the sweep at `step` has finished. */
+static inline void ec_filter_sweep_finished(ec_filter *f, int64_t step) {
+    int64_t gone = 0;
+    for (int64_t i = 0; i < f->sweeps.size; i++)
+        if (EC_SWEEP(f, i).step == step) EC_SWEEP(f, i).finished = 1;
+    while (gone < f->sweeps.size && EC_SWEEP(f, gone).finished) ec_index_free(&EC_SWEEP(f, gone++).late);
+    f->sweeps.size -= gone;
+    if (gone > 0) memmove(f->sweeps.data, &EC_SWEEP(f, gone), (size_t)f->sweeps.size * sizeof(ec_sweep_record));
+}
+
+/* Takes back the newest sweep, whose record has everything but the pass. */
+static inline void ec_filter_unsweep(ec_filter *f) {
+    ec_index_free(&f->late);
+    f->late = EC_SWEEP(f, --f->sweeps.size).late;
 }
 
 static inline int ec_filter_check(const ec_filter *f) {

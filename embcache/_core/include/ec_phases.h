@@ -13,14 +13,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "ec_work.h"
+#include "ec_admission.h"
 
-#define EC_AHEAD 16        /* prefetch distance of look-ups and of the policy's list */
 #define EC_BEAR_ALONE 8192 /* new rows from which a table's inserts get all threads */
-
-static inline int64_t ec_unique_count(const ec_work *w, int64_t at, int64_t begin, int64_t origin) {
-    return w->end[at] - (at == begin ? origin : w->end[at - 1]);
-}
 
 /* -------------------------------------------------------------------------------------------------------------- dedup */
 
@@ -81,161 +76,6 @@ static void ec_phase_lookup(void *context, int64_t task) {
     for (int64_t i = begin; i < others; i++) w->row[w->some_at[i]] = w->some_row[i];
 }
 
-/* ------------------------------------------------------------------------------------------------------ count and sweep */
-
-/* Largest timestamp of each unique of table t in this batch, and the newest timestamp seen. */
-static void ec_count_time(ec_work *w, int64_t t) {
-    ec_filter *f = w->sides[t].filter;
-    const int64_t begin = w->offsets[t], stop = w->offsets[t + 1], unique = w->parts[t].unique;
-    int64_t newest = INT64_MIN;
-    if (f->rule.time_is_step) {
-        for (int64_t u = begin; u < begin + unique; u++) w->last[u] = w->step;
-        if (unique > 0) newest = w->step;
-    } else {
-        for (int64_t u = begin; u < begin + unique; u++) w->last[u] = INT64_MIN;
-        if (w->timestamps) {
-            const int64_t *id = w->out.inverse;
-            for (int64_t i = begin; i < stop; i++) {
-                const int64_t at = w->timestamps[i];
-                if (at > w->last[begin + id[i]]) w->last[begin + id[i]] = at;
-                if (at > newest) newest = at;
-            }
-        }
-    }
-    if (newest > f->newest) f->newest = newest;
-}
-
-static inline void ec_count_prefetch(const ec_table *t, int64_t row) {
-    EC_PREFETCH_READ(ec_table_freq(t, row));
-    EC_PREFETCH_READ(ec_table_ts(t, row));
-    EC_PREFETCH_WRITE(ec_table_flags(t, row));
-}
-
-/* Adds the batch to the counters. w->freq and w->last hold each unique's totals afterwards, w->entry its filter entry. */
-static int ec_count(ec_work *w, int64_t t) {
-    ec_side *s = &w->sides[t];
-    ec_part *p = &w->parts[t];
-    ec_filter *f = s->filter;
-    const int64_t begin = w->offsets[t], end = begin + p->unique;
-    int64_t resident = 0, absent = 0;
-    for (int64_t u = begin; u < end; u++) {
-        resident += w->slot[u] >= 0;
-        absent += w->slot[u] < 0 && w->row[u] < 0;
-    }
-    if (ec_vec_reserve(&p->counts, resident, sizeof(ec_count_record)) || ec_vec_reserve(&p->marks, p->unique - resident, sizeof(int64_t)))
-        return EC_NOMEM;
-    /* a unique's entry is bumped, then removed or left; or added: at most two changes */
-    if (ec_vec_reserve(&p->changes, 2 * (p->unique - resident), sizeof(ec_filter_change))) return EC_NOMEM;
-    if (f->rule.admit_threshold > 1) {
-        const int status = ec_filter_reserve(f, absent);
-        if (status != EC_OK) return status;
-    }
-    ec_count_time(w, t);
-    for (int64_t u = begin; u < end; u++) {
-        const int64_t count = ec_unique_count(w, u, begin, begin);
-        if (u + EC_AHEAD < end) {
-            if (w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&s->cache.slots[w->slot[u + EC_AHEAD]]);
-            else if (w->row[u + EC_AHEAD] < 0) ec_index_prefetch(&f->index, w->hash[u + EC_AHEAD]);
-            else ec_count_prefetch(s->table, w->row[u + EC_AHEAD]);
-        }
-        w->entry[u] = -1;
-        if (w->slot[u] >= 0) {
-            ec_slot *slot = &s->cache.slots[w->slot[u]];
-            EC_PUSH(p->counts, ec_count_record, {(uint32_t)w->slot[u], slot->freq, slot->last});
-            slot->freq = w->freq[u] = ec_add_saturated(slot->freq, count);
-            if (w->last[u] > slot->last) slot->last = w->last[u];
-            w->last[u] = slot->last;
-            continue;
-        }
-        int64_t freq = 0;
-        if (w->row[u] >= 0) {
-            freq = *ec_table_freq(s->table, w->row[u]);
-            const int64_t last = *ec_table_ts(s->table, w->row[u]);
-            if (last > w->last[u]) w->last[u] = last;
-            ec_row_mark(s->table, w->row[u]); /* the sweep's scan of the host rows passes it over: it is looked at by itself */
-            EC_PUSH(p->marks, int64_t, w->row[u]);
-        }
-        w->freq[u] = ec_add_saturated(freq, count);
-        if (freq > 0) continue;
-        w->entry[u] = ec_filter_find(f, w->key[u], w->hash[u]);
-        if (w->entry[u] >= 0) {
-            EC_PUSH(p->changes, ec_filter_change, ec_filter_bump(f, (uint32_t)w->entry[u], count, w->last[u]));
-            w->freq[u] = EC_ENTRY(f, w->entry[u]).count;
-            w->last[u] = EC_ENTRY(f, w->entry[u]).last;
-        }
-    }
-    return EC_OK;
-}
-
-/* Evicts the batch's own keys that are too old; they are not admitted in this batch. */
-static int ec_sweep_batch(ec_work *w, int64_t t, int64_t cutoff) {
-    ec_side *s = &w->sides[t];
-    ec_part *p = &w->parts[t];
-    const int64_t begin = w->offsets[t], end = begin + p->unique;
-    for (int64_t u = begin; u < end; u++) {
-        if (w->last[u] >= cutoff) continue;
-        w->admitted[u] = 0;
-        if (w->slot[u] >= 0) {
-            if (ec_side_kill_slot(s, p, (uint32_t)w->slot[u]) != EC_OK) return EC_NOMEM;
-            w->slot[u] = -1;
-        } else if (w->row[u] >= 0) {
-            ec_row_unmark(s->table, w->row[u]);
-            if (ec_side_kill_row(s, p, w->key[u], w->hash[u], w->row[u]) != EC_OK) return EC_NOMEM;
-        } else {
-            p->totals[EC_FORGOTTEN] += w->entry[u] >= 0;
-        }
-        if (w->entry[u] >= 0) EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(s->filter, (uint32_t)w->entry[u]));
-    }
-    return EC_OK;
-}
-
-/* Evicts every other key whose last timestamp is below the cut-off: residents, host rows, keys not yet admitted.
- * A row that training has never met (frequency 0: put in by the user) has no timestamp and stays. */
-static int ec_sweep_rest(ec_work *w, int64_t t, int64_t cutoff) {
-    ec_side *s = &w->sides[t];
-    ec_part *p = &w->parts[t];
-    ec_filter *f = s->filter;
-    ec_table *table = s->table;
-    const ec_cache *c = &s->cache;
-    for (int64_t slot = 0; slot < c->capacity; slot++) {
-        if (c->state[slot] != EC_SLOT_LIVE || c->slots[slot].last >= cutoff || c->slots[slot].freq == 0) continue;
-        if (ec_side_kill_slot(s, p, (uint32_t)slot) != EC_OK) return EC_NOMEM;
-    }
-    for (int64_t row = 0; row < table->row_limit; row++) {
-        if ((*ec_table_flags(table, row) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE) continue;
-        if (*ec_table_ts(table, row) >= cutoff || *ec_table_freq(table, row) == 0) continue;
-        const int64_t key = *ec_table_key(table, row);
-        if (ec_side_kill_row(s, p, key, ec_hash(key), row) != EC_OK) return EC_NOMEM;
-    }
-    for (int64_t id = 0; id < f->entries.size; id++) {
-        if (EC_ENTRY(f, id).count == 0 || EC_ENTRY(f, id).last >= cutoff) continue;
-        if (ec_vec_reserve_one(&p->changes, sizeof(ec_filter_change)) != EC_OK) return EC_NOMEM;
-        EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)id));
-        p->totals[EC_FORGOTTEN]++;
-    }
-    return EC_OK;
-}
-
-/* Admits each unique, or not: a key with a row or with enough occurrences is in. */
-static int ec_admit(ec_work *w, int64_t t) {
-    ec_part *p = &w->parts[t];
-    ec_filter *f = w->sides[t].filter;
-    const int64_t begin = w->offsets[t], end = begin + p->unique;
-    /* the sweep may have used up what ec_count() had reserved for this */
-    if (ec_vec_reserve(&p->changes, p->unique, sizeof(ec_filter_change)) != EC_OK) return EC_NOMEM;
-    for (int64_t u = begin; u < end; u++) {
-        if (!w->admitted[u]) continue;
-        if (w->slot[u] >= 0 || w->row[u] >= 0 || w->freq[u] >= f->rule.admit_threshold) {
-            if (w->entry[u] >= 0) EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)w->entry[u]));
-        } else {
-            w->admitted[u] = 0;
-            if (w->entry[u] < 0)
-                EC_PUSH(p->changes, ec_filter_change, ec_filter_add(f, w->key[u], w->hash[u], w->freq[u], w->last[u]));
-        }
-    }
-    return EC_OK;
-}
-
 /* ------------------------------------------------------------------------------------------------------------- decide */
 
 static int ec_decide(ec_work *w, int64_t t) {
@@ -245,15 +85,8 @@ static int ec_decide(ec_work *w, int64_t t) {
     const int64_t begin = w->offsets[t], end = begin + p->unique;
     memset(w->admitted + begin, 1, (size_t)p->unique);
     if (s->filter) {
-        int64_t cutoff;
-        p->newest_before = s->filter->newest;
-        int status = ec_count(w, t);
+        const int status = ec_filter_step(w, t);
         if (status != EC_OK) return status;
-        if (ec_filter_sweeps_at(s->filter, w->step) && ec_filter_cutoff(s->filter, &cutoff)) {
-            if ((status = ec_sweep_batch(w, t, cutoff)) != EC_OK) return status;
-            if ((status = ec_sweep_rest(w, t, cutoff)) != EC_OK) return status;
-        }
-        if ((status = ec_admit(w, t)) != EC_OK) return status;
     }
     int64_t admitted = 0, hits = 0, pinned_hits = 0, born = 0;
     for (int64_t u = begin; u < end; u++) {

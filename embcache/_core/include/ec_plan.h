@@ -47,23 +47,32 @@ typedef struct {
     int64_t row;
 } ec_birth;
 
+typedef struct {
+    ec_kill kill;
+    int64_t last; /* the key's, and the last step whose sweep may have killed it: to know which one did */
+    int64_t step;
+} ec_death;
+
 /* What a plan did to one table. */
 typedef struct {
     ec_vec counts;  /* of ec_count_record */
     ec_vec marks;   /* of int64_t: rows marked resident before it was known whether they would survive the sweep */
     ec_vec changes; /* of ec_filter_change */
-    ec_vec kills;   /* of ec_kill */
+    ec_vec deaths;  /* of ec_death */
+    ec_vec late;    /* of int64_t: keys that joined the late ones */
     ec_vec births;  /* of ec_birth */
     ec_vec takes;   /* of ec_take_record, one a swap-in */
     ec_vec touches; /* of ec_touch, one an admitted key: also the list of the plan's pins */
     int64_t newest_before;
+    ec_pass pass_before;
+    int64_t swept; /* the plan's step where it was one of a sweep, else 0 */
     int64_t totals[EC_TOTALS];
     int64_t unique;
     int64_t need, have; /* slots, for the message where they do not suffice */
     int status;
 } ec_part;
 
-#define EC_KILL(part, i) EC_AT((part)->kills, ec_kill, i)
+#define EC_DEATH(part, i) EC_AT((part)->deaths, ec_death, i)
 #define EC_TAKE(part, i) EC_AT((part)->takes, ec_take_record, i)
 #define EC_TOUCH(part, i) EC_AT((part)->touches, ec_touch, i)
 
@@ -71,7 +80,8 @@ static inline void ec_part_free(ec_part *p) {
     ec_vec_free(&p->counts);
     ec_vec_free(&p->marks);
     ec_vec_free(&p->changes);
-    ec_vec_free(&p->kills);
+    ec_vec_free(&p->deaths);
+    ec_vec_free(&p->late);
     ec_vec_free(&p->births);
     ec_vec_free(&p->takes);
     ec_vec_free(&p->touches);
@@ -83,20 +93,20 @@ static void ec_side_row_free(void *table, int64_t key, int64_t row) { ec_table_f
 static inline void ec_row_mark(ec_table *t, int64_t row) { *ec_table_flags(t, row) |= EC_RESIDENT; }
 static inline void ec_row_unmark(ec_table *t, int64_t row) { *ec_table_flags(t, row) &= (uint8_t)~EC_RESIDENT; }
 
-/* Evicts a resident key from slot, index and host table. EC_NOMEM changes nothing. */
-static inline int ec_side_kill_slot(ec_side *s, ec_part *p, uint32_t slot) {
-    if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->kills, sizeof(ec_kill)) != EC_OK) return EC_NOMEM;
-    const int64_t key = s->cache.slots[slot].key;
-    EC_PUSH(p->kills, ec_kill, ec_cache_kill(&s->cache, slot));
+/* Evicts a resident key that a sweep up to `step` has killed from slot, index and host table. EC_NOMEM changes nothing. */
+static inline int ec_side_kill_slot(ec_side *s, ec_part *p, uint32_t slot, int64_t step) {
+    if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->deaths, sizeof(ec_death)) != EC_OK) return EC_NOMEM;
+    const int64_t key = s->cache.slots[slot].key, last = s->cache.slots[slot].last;
+    EC_PUSH(p->deaths, ec_death, {ec_cache_kill(&s->cache, slot), last, step});
     ec_table_detach(s->table, key, ec_hash(key));
     p->totals[EC_EVICTED]++;
     return EC_OK;
 }
 
 /* Evicts a key that is in the host table only. EC_NOMEM changes nothing. */
-static inline int ec_side_kill_row(ec_side *s, ec_part *p, int64_t key, uint64_t hash, int64_t row) {
-    if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->kills, sizeof(ec_kill)) != EC_OK) return EC_NOMEM;
-    EC_PUSH(p->kills, ec_kill, ec_cache_kill_row(&s->cache, key, row));
+static inline int ec_side_kill_row(ec_side *s, ec_part *p, int64_t key, uint64_t hash, int64_t row, int64_t last, int64_t step) {
+    if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->deaths, sizeof(ec_death)) != EC_OK) return EC_NOMEM;
+    EC_PUSH(p->deaths, ec_death, {ec_cache_kill_row(&s->cache, key, row), last, step});
     ec_table_detach(s->table, key, hash);
     p->totals[EC_EVICTED]++;
     return EC_OK;
@@ -126,8 +136,8 @@ static void ec_plan_undo(ec_side *s, ec_part *p) {
         const ec_birth *birth = &EC_AT(p->births, ec_birth, i);
         ec_table_unborn(s->table, birth->key, birth->hash, birth->row);
     }
-    for (int64_t i = p->kills.size - 1; i >= 0; i--) {
-        const ec_kill *kill = &EC_KILL(p, i);
+    for (int64_t i = p->deaths.size - 1; i >= 0; i--) {
+        const ec_kill *kill = &EC_DEATH(p, i).kill;
         const ec_limbo gone = EC_GONE(c, kill->limbo);
         ec_cache_unkill(c, kill);
         ec_table_attach(s->table, gone.key, ec_hash(gone.key), gone.row);
@@ -139,7 +149,12 @@ static void ec_plan_undo(ec_side *s, ec_part *p) {
     }
     for (int64_t i = 0; i < p->marks.size; i++) ec_row_unmark(s->table, EC_AT(p->marks, int64_t, i));
     for (int64_t i = p->changes.size - 1; i >= 0; i--) ec_filter_undo(s->filter, &EC_AT(p->changes, ec_filter_change, i));
-    if (s->filter) s->filter->newest = p->newest_before;
+    if (!s->filter) return;
+    s->filter->newest = p->newest_before;
+    s->filter->pass = p->pass_before;
+    if (p->swept) ec_filter_unsweep(s->filter);
+    for (int64_t i = 0; i < p->late.size; i++)
+        ec_index_erase(&s->filter->late, EC_AT(p->late, int64_t, i), ec_hash(EC_AT(p->late, int64_t, i)));
 }
 
 /* The rows of the plan's swap-out are in the host table now: rows of evicted keys that only waited for that may go. */
@@ -154,7 +169,8 @@ static void ec_plan_finish(ec_side *s, ec_part *p) {
         if (i + 16 < p->touches.size) EC_PREFETCH_WRITE(&s->cache.pins[EC_TOUCH(p, i + 16).slot]);
         ec_cache_unpin(&s->cache, EC_TOUCH(p, i).slot);
     }
-    for (int64_t i = 0; i < p->kills.size; i++) ec_limbo_release(&s->cache, EC_KILL(p, i).limbo);
+    for (int64_t i = 0; i < p->deaths.size; i++) ec_limbo_release(&s->cache, EC_DEATH(p, i).kill.limbo);
+    if (p->swept) ec_filter_sweep_finished(s->filter, p->swept);
     ec_part_free(p);
 }
 
@@ -176,12 +192,41 @@ static void ec_side_retire(ec_side *s) {
     }
 }
 
-/* Counters of host rows that are not resident, from *cursor on. How many, or -1 where there are no more rows. */
+/* Whether the key of a LIVE slot, or of a host row that is not resident, is dead and not taken away yet. */
+static inline int ec_side_slot_dead(const ec_side *s, const ec_slot *slot) {
+    return s->filter && ec_filter_row_dead(s->filter, slot->key, slot->freq, slot->last);
+}
+
+static inline int ec_side_row_dead(const ec_side *s, int64_t row) {
+    return s->filter && s->filter->pass.region != EC_PASS_IDLE &&
+           ec_filter_row_dead(s->filter, *ec_table_key(s->table, row), *ec_table_freq(s->table, row), *ec_table_ts(s->table, row));
+}
+
+/* Ends a dead row whose sweep has finished, that no plan knows of, and that is not resident. */
+static inline void ec_side_bury(ec_side *s, int64_t key, int64_t row) {
+    const uint64_t hash = ec_hash(key);
+    ec_table_detach(s->table, key, hash);
+    ec_table_free_row(s->table, hash, row);
+    s->totals[EC_EVICTED]++;
+}
+
+/* How many rows and waiting keys are dead and not taken away yet. O(slots + rows + waiting keys) while a pass is under way. */
+static void ec_side_count_dead(const ec_side *s, int64_t *rows, int64_t *waiting) {
+    *rows = *waiting = 0;
+    if (!s->filter || s->filter->pass.region == EC_PASS_IDLE) return;
+    for (int64_t slot = 0; slot < s->cache.capacity; slot++)
+        *rows += s->cache.state[slot] == EC_SLOT_LIVE && ec_side_slot_dead(s, &s->cache.slots[slot]);
+    for (int64_t row = 0; row < s->table->row_limit; row++)
+        *rows += (*ec_table_flags(s->table, row) & (EC_LIVE | EC_RESIDENT)) == EC_LIVE && ec_side_row_dead(s, row);
+    for (int64_t id = 0; id < s->filter->entries.size; id++) *waiting += ec_filter_entry_dead(s->filter, &EC_ENTRY(s->filter, id));
+}
+
+/* Counters of host rows that are not resident, from *cursor on, without the dead. How many, or -1 where there are no more rows. */
 static int64_t ec_side_scan(const ec_side *s, int64_t *cursor, int64_t *keys, int64_t *counts, int64_t *last, int64_t most) {
     int64_t got = 0, row = *cursor;
     if (row >= s->table->row_limit) return -1;
     for (; row < s->table->row_limit && got < most; row++) {
-        if ((*ec_table_flags(s->table, row) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE) continue;
+        if ((*ec_table_flags(s->table, row) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE || ec_side_row_dead(s, row)) continue;
         keys[got] = *ec_table_key(s->table, row);
         counts[got] = *ec_table_freq(s->table, row);
         last[got++] = *ec_table_ts(s->table, row);

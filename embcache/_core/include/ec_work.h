@@ -36,6 +36,8 @@ typedef struct {
     const int64_t *offsets;
     const int64_t *timestamps; /* NULL: none */
     int64_t step;
+    int64_t sweep_rows; /* work of a pass in one plan, all tables together: slots, rows and waiting keys looked at */
+    int64_t slice;      /* a table's share of it in this plan */
     /* state and journal */
     ec_side *sides;
     ec_part *parts;

@@ -1,0 +1,220 @@
+/* Sweeps: the cut-off, the floor below it, and the pass that takes the dead away.
+ *
+ * A sweep is one comparison for each key of the batch and a new cut-off; the pass over everything else goes on in slices,
+ * one a plan, each bounded by a number of places looked at (never by a clock: results do not depend on the machine). It
+ * visits slots, then host rows, then waiting keys. A resident that is dead and becomes a victim is behind the pass in the
+ * slots and before it in the rows, or the pass goes round once more: nothing dead is left when the pass is idle.
+ *
+ * What a slice takes away is in its plan's journal like any other change, so cancel() and failure bring it back.
+ */
+#ifndef EC_SWEEP_H
+#define EC_SWEEP_H
+
+#include <stdint.h>
+
+#include "ec_work.h"
+
+#define EC_AHEAD 16            /* prefetch distance of look-ups and of the policy's list */
+#define EC_BURY_COST 64        /* a key taken away costs as much as this many places looked at */
+#define EC_FLOOR_BITS 16
+#define EC_FLOOR_COUNTS ((int64_t)1 << EC_FLOOR_BITS)
+
+static inline int64_t ec_unique_count(const ec_work *w, int64_t at, int64_t begin, int64_t origin) {
+    return w->end[at] - (at == begin ? origin : w->end[at - 1]);
+}
+
+/* --------------------------------------------------------------------------------------------------------------- pass */
+
+/* Each function looks at places of its region from pass->at on, while *budget lasts. */
+static int ec_pass_slots(ec_side *s, ec_part *p, int64_t step, int64_t *budget) {
+    const ec_cache *c = &s->cache;
+    ec_pass *pass = &s->filter->pass;
+    for (; pass->at < c->capacity && *budget > 0; pass->at++, --*budget) {
+        if (c->state[pass->at] != EC_SLOT_LIVE || !ec_side_slot_dead(s, &c->slots[pass->at])) continue;
+        if (ec_side_kill_slot(s, p, (uint32_t)pass->at, step) != EC_OK) return EC_NOMEM;
+        *budget -= EC_BURY_COST;
+    }
+    return EC_OK;
+}
+
+/* Host rows that are not resident and below the cut-off, of a run that is contiguous in every column. */
+static inline int64_t ec_pass_candidates(const ec_table *t, int64_t row, int64_t n, int64_t cutoff, uint16_t *found) {
+    const uint8_t *flags = ec_table_flags(t, row);
+    const int64_t *last = ec_table_ts(t, row);
+    int64_t some = 0, got = 0;
+    for (int64_t i = 0; i < n; i++) some += (last[i] < cutoff) & ((flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE);
+    for (int64_t i = 0; some > 0 && i < n; i++) {
+        found[got] = (uint16_t)i;
+        got += (last[i] < cutoff) & ((flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE);
+    }
+    return got;
+}
+
+static int ec_pass_rows(ec_side *s, ec_part *p, int64_t step, int64_t *budget) {
+    ec_table *t = s->table;
+    ec_pass *pass = &s->filter->pass;
+    uint16_t found[EC_EXTENT_ROWS];
+    while (pass->at < t->row_limit && *budget > 0) {
+        const int64_t first = pass->at;
+        int64_t n = EC_EXTENT_ROWS - (first & (EC_EXTENT_ROWS - 1));
+        if (n > t->row_limit - first) n = t->row_limit - first;
+        if (n > *budget) n = *budget;
+        const int64_t some = ec_pass_candidates(t, first, n, pass->cutoff, found);
+        for (int64_t i = 0; i < some; i++) {
+            if (i + EC_AHEAD < some) {
+                const uint64_t hash = ec_hash(*ec_table_key(t, first + found[i + EC_AHEAD]));
+                ec_index_prefetch(&ec_table_partition(t, hash)->index, hash);
+            }
+            const int64_t row = first + found[i], key = *ec_table_key(t, row);
+            if (!ec_side_row_dead(s, row)) continue;
+            if (ec_side_kill_row(s, p, key, ec_hash(key), row, *ec_table_ts(t, row), step) != EC_OK) return EC_NOMEM;
+            *budget -= EC_BURY_COST;
+        }
+        pass->at += n;
+        *budget -= n;
+    }
+    return EC_OK;
+}
+
+static int ec_pass_entries(ec_side *s, ec_part *p, int64_t *budget) {
+    ec_filter *f = s->filter;
+    for (; f->pass.at < f->entries.size && *budget > 0; f->pass.at++, --*budget) {
+        if (!ec_filter_entry_dead(f, &EC_ENTRY(f, f->pass.at))) continue;
+        if (ec_vec_reserve_one(&p->changes, sizeof(ec_filter_change)) != EC_OK) return EC_NOMEM;
+        EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)f->pass.at));
+        p->totals[EC_FORGOTTEN]++;
+        *budget -= EC_BURY_COST;
+    }
+    return EC_OK;
+}
+
+/* Takes the pass on by `budget` places, or to its end. */
+static int ec_pass_slice(ec_work *w, int64_t t, int64_t budget) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    ec_pass *pass = &s->filter->pass;
+    while (pass->region != EC_PASS_IDLE && budget > 0) {
+        const int64_t end = pass->region == EC_PASS_SLOTS ? s->cache.capacity
+                            : pass->region == EC_PASS_ROWS ? s->table->row_limit
+                                                           : s->filter->entries.size;
+        const int status = pass->region == EC_PASS_SLOTS ? ec_pass_slots(s, p, w->step, &budget)
+                           : pass->region == EC_PASS_ROWS ? ec_pass_rows(s, p, w->step, &budget)
+                                                          : ec_pass_entries(s, p, &budget);
+        if (status != EC_OK) return status;
+        if (pass->at < end) break;
+        pass->at = 0;
+        if (pass->region < EC_PASS_ENTRIES) {
+            pass->region++;
+        } else if (pass->again) {
+            pass->again = 0;
+            pass->region = EC_PASS_SLOTS;
+        } else {
+            pass->region = EC_PASS_IDLE;
+        }
+    }
+    return EC_OK;
+}
+
+/* Shares the work of a plan's passes among the tables that have one under way, or begin one. */
+static void ec_pass_share(ec_work *w) {
+    int64_t passes = 0;
+    for (int64_t t = 0; t < w->tables; t++) {
+        const ec_filter *f = w->sides[t].filter;
+        passes += f && (f->pass.region != EC_PASS_IDLE || ec_filter_sweeps_at(f, w->step));
+    }
+    w->slice = passes > 1 ? w->sweep_rows / passes + 1 : w->sweep_rows;
+}
+
+/* -------------------------------------------------------------------------------------------------------------- floor */
+
+/* The living rows of a table in which a sweep looks for survivors: residents, host rows, and the batch's own host rows,
+ * whose timestamps are in the work. `at` runs over all of them; EC_OK with *last and *met, or 0 where there is none. */
+static inline int ec_floor_row(const ec_work *w, int64_t t, int64_t at, int64_t *last, int *met) {
+    const ec_side *s = &w->sides[t];
+    const int64_t capacity = s->cache.capacity, limit = s->table->row_limit;
+    if (at < capacity) {
+        const ec_slot *slot = &s->cache.slots[at];
+        if (s->cache.state[at] != EC_SLOT_LIVE || ec_side_slot_dead(s, slot)) return 0;
+        *last = slot->last;
+        *met = slot->freq > 0;
+    } else if (at < capacity + limit) {
+        const int64_t row = at - capacity;
+        if ((*ec_table_flags(s->table, row) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE || ec_side_row_dead(s, row)) return 0;
+        *last = *ec_table_ts(s->table, row);
+        *met = *ec_table_freq(s->table, row) > 0;
+    } else {
+        const int64_t u = w->offsets[t] + at - capacity - limit;
+        if (w->slot[u] >= 0 || w->row[u] < 0) return 0;
+        *last = w->last[u];
+        *met = 1;
+    }
+    return 1;
+}
+
+/* The cut-off for rows: `cutoff`, or a lower one so that keep_min rows survive; rows that are equally recent stay together.
+ *
+ * The search for survivors ends when it has found enough of them, so as long as the table is healthy it costs about
+ * keep_min places. Where the floor binds, the last row to stay is found by counting digits, 16 bits at a time. */
+static int ec_floor(const ec_work *w, int64_t t, int64_t cutoff, int64_t *floored) {
+    const ec_side *s = &w->sides[t];
+    const int64_t places = s->cache.capacity + s->table->row_limit + w->parts[t].unique;
+    int64_t missing = s->filter->rule.keep_min, doomed = 0, last = 0;
+    int met = 0;
+    *floored = cutoff;
+    for (int64_t at = 0; at < places && missing > 0; at++) {
+        if (!ec_floor_row(w, t, at, &last, &met)) continue;
+        if (met && last < cutoff) doomed++;
+        else missing--;
+    }
+    if (missing <= 0) return EC_OK;
+    *floored = INT64_MIN;
+    if (doomed <= missing) return EC_OK;
+    int64_t *counts = (int64_t *)ec_take(NULL, (size_t)EC_FLOOR_COUNTS * sizeof(int64_t));
+    if (!counts) return EC_NOMEM;
+    uint64_t prefix = 0; /* the high digits of the answer, timestamps counted from INT64_MIN */
+    for (int shift = 64 - EC_FLOOR_BITS; shift >= 0; shift -= EC_FLOOR_BITS) {
+        memset(counts, 0, (size_t)EC_FLOOR_COUNTS * sizeof(int64_t));
+        for (int64_t at = 0; at < places; at++) {
+            if (!ec_floor_row(w, t, at, &last, &met) || !met || last >= cutoff) continue;
+            const uint64_t value = (uint64_t)last ^ ((uint64_t)1 << 63);
+            if (shift + EC_FLOOR_BITS < 64 && value >> (shift + EC_FLOOR_BITS) != prefix) continue;
+            counts[value >> shift & (EC_FLOOR_COUNTS - 1)]++;
+        }
+        int64_t digit = EC_FLOOR_COUNTS - 1;
+        while (counts[digit] < missing) missing -= counts[digit--];
+        prefix = prefix << EC_FLOOR_BITS | (uint64_t)digit;
+    }
+    free(counts);
+    *floored = (int64_t)(prefix ^ ((uint64_t)1 << 63));
+    return EC_OK;
+}
+
+/* -------------------------------------------------------------------------------------------------------------- sweep */
+
+/* Sets the cut-offs of this step's sweep and begins the pass, or has the one under way go round again. */
+static int ec_sweep_start(ec_work *w, int64_t t, int64_t cutoff) {
+    ec_part *p = &w->parts[t];
+    ec_filter *f = w->sides[t].filter;
+    int64_t rows_cutoff = cutoff;
+    if (f->rule.keep_min > 0 && ec_floor(w, t, cutoff, &rows_cutoff) != EC_OK) return EC_NOMEM;
+    /* The floor may lower the cut-off, and then who died of the old one must be gone. */
+    const int active = f->pass.region != EC_PASS_IDLE;
+    while (rows_cutoff < f->pass.cutoff && f->pass.region != EC_PASS_IDLE) {
+        const int status = ec_pass_slice(w, t, INT64_MAX);
+        if (status != EC_OK) return status;
+    }
+    if (ec_vec_reserve_one(&f->sweeps, sizeof(ec_sweep_record)) != EC_OK) return EC_NOMEM;
+    EC_PUSH(f->sweeps, ec_sweep_record, {w->step, f->pass.cutoff, active, 0, f->late});
+    ec_index_init(&f->late, f->index.seed);
+    p->swept = w->step;
+    f->pass.cutoff = rows_cutoff;
+    f->pass.waiting_cutoff = cutoff;
+    f->pass.again = f->pass.region != EC_PASS_IDLE;
+    if (f->pass.region == EC_PASS_IDLE) {
+        f->pass.region = EC_PASS_SLOTS;
+        f->pass.at = 0;
+    }
+    return EC_OK;
+}
+
+#endif

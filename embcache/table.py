@@ -30,6 +30,7 @@ DEFAULT_INITIALIZER = Uniform(-0.05, 0.05)
 
 _MAX_STATE_DIM = 4 * MAX_EMBEDDING_DIM
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_INT64 = np.dtype(np.int64)
 
 
 def initializer_spec(initializer: Initializer) -> tuple[str, float, float]:
@@ -132,6 +133,8 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     ShapeError
         If the keys are not integers (floats and booleans are refused), not one-dimensional, or leave int64.
     """
+    if type(keys) is np.ndarray and keys.dtype is _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
+        return keys  # nothing to do, and small calls feel every check
     _refuse_masked("keys", keys, owner)
     try:
         array = np.asarray(keys)

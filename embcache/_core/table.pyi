@@ -10,6 +10,8 @@ _Weights = npt.NDArray[Any]  # float32, float16 (of a float16 table), or int16 (
 
 INIT_KINDS: dict[str, int]
 
+def refuse_memory(countdown: int) -> int: ...
+
 class TableStats(TypedDict):
     rows: int
     limbo_rows: int

@@ -81,15 +81,9 @@ cdef extern from "ec_table.h":
 
     ec_partition *ec_partitions_copy(const ec_partition *source, int64_t count, int64_t slots) noexcept nogil
     void ec_table_initial(const ec_table *t, uint64_t hash, void *to, int type) noexcept nogil
-    int ec_table_split_large(ec_table *t) noexcept nogil
     int ec_table_back_locals(ec_table *t) noexcept nogil
 
 cdef extern from "ec_rows.h":
-    ctypedef struct ec_settlement:
-        int64_t from_ "from"
-        int64_t to, settled, born
-        int status
-
     int ec_streams(const void *out, int64_t stride, int64_t bytes, int64_t rows) noexcept nogil
     int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing,
                            int stream) noexcept nogil
@@ -98,19 +92,38 @@ cdef extern from "ec_rows.h":
     void ec_write_share(const ec_table *t, const int64_t *rows, int64_t n, const ec_rows_buffer *buffer, int64_t share,
                         int64_t shares) noexcept nogil
     uint64_t ec_hash_at(const int64_t *keys, const uint64_t *hashes, int64_t i) noexcept nogil
-    void ec_settle(const ec_table *t, ec_partition *p, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
-                   uint32_t *locals_, uint8_t *born, ec_settlement *s) noexcept nogil
-    void ec_settle_undo(ec_table *t, ec_partition *p, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
-                        const uint32_t *locals_, uint8_t *born, ec_settlement *s) noexcept nogil
-    void ec_settle_finish(const ec_table *t, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
-                          const uint32_t *locals_, const uint8_t *born, int64_t begin, int64_t end, int64_t *rows) noexcept nogil
+
+cdef extern from "ec_insert.h":
+    ctypedef struct ec_insertion:
+        ec_table *t
+        const int64_t *keys
+        const uint64_t *hashes
+        int64_t n
+        int64_t *rows
+        uint8_t *born
+        int64_t shares
+
+    ctypedef struct ec_share_result:
+        int64_t born
+        int status
+
+    int64_t ec_distinct_estimate(const int64_t *keys, const uint64_t *hashes, int64_t n) noexcept nogil
+    int ec_insert_begin(ec_table *t) noexcept nogil
+    int ec_insert_prepare(ec_table *t, int64_t distinct) noexcept nogil
+    void ec_settle(const ec_insertion *b, int64_t share, ec_share_result *result) noexcept nogil
+    void ec_insert_undo(const ec_insertion *b) noexcept nogil
+    void ec_insert_finish(const ec_insertion *b, int64_t begin, int64_t end) noexcept nogil
+
+cdef extern from "ec_memory.h":
+    int64_t ec_take_countdown
 
 cdef extern from "ec_check.h":
-    const char *ec_table_check(const ec_table *t, int64_t *longest) noexcept nogil
+    const char *ec_table_check(const ec_table *t, int64_t *longest, int64_t *total) noexcept nogil
 
 cdef enum:
     PARALLEL_FROM = 8192    # elements below which waking the pool costs more than it gives
     SPAN = 4096             # elements of one task
+    MOST_SHARES = 8         # threads of one insert: each reads the whole batch
     MOST_STATE_PARTS = 8
     MOST_DIM = 1 << 20
 
@@ -126,6 +139,20 @@ INIT_KINDS = {
 DTYPES = {"float32": EC_FLOAT32, "float16": EC_FLOAT16, "bfloat16": EC_BFLOAT16}
 # Least size of a float32 that rounds to infinity in each type; float32 itself: infinity.
 cdef double *ENDS = [float("inf"), 65520.0, 3.39617752923046e38]
+
+
+def refuse_memory(int64_t countdown):
+    """For tests: refuse the request for memory that comes after `countdown` more, once; -1: none.
+
+    Returns
+    -------
+    int
+        What was left of the last countdown; -1: its refusal happened, or there was none.
+    """
+    global ec_take_countdown
+    left = ec_take_countdown
+    ec_take_countdown = countdown
+    return left
 
 
 # ------------------------------------------------------------------------------------------------- life of an ec_table
@@ -243,11 +270,6 @@ cdef struct Batch:
     int stream
     const ec_rows_buffer *buffer
     int64_t shares
-    # insert
-    int64_t *positions
-    uint32_t *settled
-    uint8_t *born
-    ec_settlement *settlements
 
 cdef extern from *:
     """
@@ -291,89 +313,57 @@ cdef void table_find(ec_table *t, const int64_t *keys, const uint64_t *hashes, i
     parallel_for(_find_task, &b, _spans(n), num_threads)
 
 
+cdef struct Insert:
+    ec_insertion b
+    ec_share_result results[MOST_SHARES]
+
+
 cdef void _settle_task(void *context, int64_t task) noexcept nogil:
-    cdef Batch *b = <Batch *>context
-    cdef ec_partition *p = (<ec_table_fields *>b.t).partitions + task
-    ec_settle(b.t, p, b.keys, b.hashes, b.positions, b.settled, b.born, b.settlements + task)
+    cdef Insert *job = <Insert *>context
+    ec_settle(&job.b, task, job.results + task)
 
 
 cdef void _finish_task(void *context, int64_t task) noexcept nogil:
-    cdef Batch *b = <Batch *>context
+    cdef Insert *job = <Insert *>context
     cdef int64_t begin = task * SPAN
-    ec_settle_finish(b.t, b.keys, b.hashes, b.positions, b.settled, b.born, begin, begin + _span_size(b.absent, task), b.rows)
-
-
-cdef int _insert_absent(Batch *b, int num_threads) noexcept nogil:
-    """Settle the b.absent elements whose rows[] is -1, in partition order and there in batch order."""
-    cdef ec_table_fields *t = <ec_table_fields *>b.t
-    cdef int64_t partitions = t.partition_count
-    cdef int64_t i, at, total = 0, born = 0
-    cdef int status = EC_OK
-    cdef ec_settlement *s
-    for i in range(b.n):
-        if b.rows[i] < 0:
-            b.settlements[t.partition_of[ec_vshard(ec_hash_at(b.keys, b.hashes, i))]].to += 1
-    for i in range(partitions):
-        s = b.settlements + i
-        s.from_ = total
-        total += s.to
-        s.to = s.from_
-    for i in range(b.n):
-        if b.rows[i] < 0:
-            s = b.settlements + t.partition_of[ec_vshard(ec_hash_at(b.keys, b.hashes, i))]
-            b.positions[s.to] = i
-            s.to += 1
-
-    parallel_for(_settle_task, b, partitions, _threads_for(b.absent, num_threads))
-    for i in range(partitions):
-        born += b.settlements[i].born
-        if status == EC_OK:
-            status = b.settlements[i].status
-    if status == EC_OK:
-        status = ec_table_back_locals(b.t)
-    if status != EC_OK:
-        for at in range(partitions):
-            i = partitions - 1 - at
-            ec_settle_undo(b.t, t.partitions + i, b.keys, b.hashes, b.positions, b.settled, b.born, b.settlements + i)
-        return status
-    parallel_for(_finish_task, b, _spans(b.absent), _threads_for(b.absent, num_threads))
-    t.live += born
-    t.version += 1
-    return EC_OK
+    ec_insert_finish(&job.b, begin, begin + _span_size(job.b.n, task))
 
 
 cdef int table_insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born,
                       int num_threads) noexcept nogil:
     cdef ec_table_fields *t = <ec_table_fields *>handle
-    cdef Batch b
-    cdef int64_t i
-    cdef int status = ec_table_split_large(handle)
+    cdef Insert job
+    cdef int64_t i, count = 0
+    cdef int threads = _threads_for(n, num_threads)
+    cdef int status = ec_insert_begin(handle)
+    if status == EC_OK and n > t.split_above // 2:
+        status = ec_insert_prepare(handle, ec_distinct_estimate(keys, hashes, n))
     if status != EC_OK:
         return status
     memset(born, 0, <size_t>n)
-    table_find(handle, keys, hashes, n, rows, num_threads)
-    b.absent = 0
-    for i in range(n):
-        b.absent += rows[i] < 0
-    if b.absent == 0:
-        return EC_OK
-    b.t = handle
-    b.keys = keys
-    b.hashes = hashes
-    b.n = n
-    b.rows = rows
-    b.born = born
-    b.positions = <int64_t *>malloc(<size_t>b.absent * sizeof(int64_t))
-    b.settled = <uint32_t *>malloc(<size_t>b.absent * sizeof(uint32_t))
-    b.settlements = <ec_settlement *>calloc(<size_t>t.partition_count, sizeof(ec_settlement))
-    if b.positions == NULL or b.settled == NULL or b.settlements == NULL:
-        status = EC_NOMEM
-    else:
-        status = _insert_absent(&b, num_threads)
-    free(b.positions)
-    free(b.settled)
-    free(b.settlements)
-    return status
+    memset(job.results, 0, sizeof(job.results))
+    job.b.t = handle
+    job.b.keys = keys
+    job.b.hashes = hashes
+    job.b.n = n
+    job.b.rows = rows
+    job.b.born = born
+    job.b.shares = min(<int64_t>threads, min(t.partition_count, <int64_t>MOST_SHARES))
+    parallel_for(_settle_task, &job, job.b.shares, threads)
+    for i in range(job.b.shares):
+        count += job.results[i].born
+        if status == EC_OK:
+            status = job.results[i].status
+    if status == EC_OK:
+        status = ec_table_back_locals(handle)
+    if status != EC_OK:
+        ec_insert_undo(&job.b)
+        return status
+    if count:
+        parallel_for(_finish_task, &job, _spans(n), threads)
+        t.live += count
+        t.version += 1
+    return EC_OK
 
 
 cdef void _lookup_task(void *context, int64_t task) noexcept nogil:
@@ -719,15 +709,19 @@ cdef class Table:
     def find(self, const int64_t[::1] keys not None, rows=None):
         """Row index of each key, -1 where absent: int64 (n,), written into `rows` if given."""
         cdef int64_t n = keys.shape[0]
+        cdef int64_t[::1] out
         if rows is None:
             rows = np.empty(n, dtype=np.int64)
-        cdef int64_t[::1] out = rows
+        if n == 0 and rows.shape == (0,):
+            self.enter(False)
+            self.leave()
+            return rows
+        out = rows
         self.check_shape("rows", out.shape[0], 1, n, 1)
         self.enter(False)
         try:
-            if n:
-                with nogil:
-                    table_find(self.t, &keys[0], NULL, n, &out[0], self.num_threads)
+            with nogil:
+                table_find(self.t, &keys[0], NULL, n, &out[0], self.num_threads)
         finally:
             self.leave()
         return rows
@@ -1218,17 +1212,18 @@ cdef class Table:
         Returns
         -------
         dict
-            rows, partitions, longest_probe (buckets).
+            rows, partitions, longest_probe (buckets), mean_probe.
         """
         cdef const char *broken
-        cdef int64_t longest
+        cdef int64_t longest, total
         self.enter(False)
         try:
             with nogil:
-                broken = ec_table_check(self.t, &longest)
+                broken = ec_table_check(self.t, &longest, &total)
             if broken != NULL:
                 raise AssertionError(f"table {self.name!r}: {broken.decode()}")
-            return {"rows": self.t.live, "partitions": self.t.partition_count, "longest_probe": longest}
+            return {"rows": self.t.live, "partitions": self.t.partition_count, "longest_probe": longest,
+                    "mean_probe": total / self.t.live if self.t.live else 0.0}
         finally:
             self.leave()
 

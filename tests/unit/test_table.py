@@ -562,7 +562,7 @@ from embcache.errors import HostMemoryError
 
 threads = int(sys.argv[1])
 table = Table("users", 16, state_dim=16, num_threads=threads, split_above=4_000, index_seed=1)
-twin = Table("users", 16, state_dim=16, num_threads=threads, split_above=4_000, index_seed=1)
+twin = Table("users", 16, state_dim=16, num_threads=threads, index_seed=1)  # one partition: splits are not undone
 first = np.arange(30_000)
 for one in (table, twin):
     one.insert(first)
@@ -594,7 +594,7 @@ for margin in range(0, 60 * 2**20, 2**20):
     assert np.array_equal(before[0], after[0]) and before[1:] == after[1:]
 assert failed is False
 table.erase(np.arange(100_000, 350_000))
-starved = Table("users", 16, state_dim=16, num_threads=threads, split_above=4_000, index_seed=1)
+starved = Table("users", 16, state_dim=16, num_threads=threads, index_seed=1)
 starved.insert(first)
 starved.erase(first[::3].copy())
 with open("/proc/self/statm") as file:

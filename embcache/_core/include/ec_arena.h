@@ -121,7 +121,7 @@ static int ec_arena_reserve(ec_arena *arena, int64_t rows)
         int64_t segment = arena->segment_count;
         if (segment == arena->segment_slots) {
             int64_t slots = arena->segment_slots ? arena->segment_slots * 2 : 8;
-            char **wider = (char **)realloc(arena->segments, (size_t)slots * sizeof *wider);
+            char **wider = (char **)ec_take(arena->segments, (size_t)slots * sizeof *wider);
             if (wider == NULL) {
                 ec_arena_truncate(arena, before);
                 return EC_NOMEM;

@@ -1,4 +1,6 @@
-/* Check of every invariant of a table, for tests and for `check()`: returns NULL, or what is broken. */
+/* Check of every invariant of a table, for tests and for `check()`: returns NULL, or what is broken. *longest and *total
+ * receive the longest probe of a key and the sum of all, in buckets.
+ */
 #ifndef EC_CHECK_H
 #define EC_CHECK_H
 
@@ -6,15 +8,16 @@
 
 enum { EC_SEEN_FREE = 0x80 }; /* a mark in a copy of the flags */
 
-static const char *ec_check_partition(const ec_table *t, const ec_partition *p, uint8_t *seen, int64_t *longest)
+static const char *ec_check_partition(const ec_table *t, const ec_partition *p, uint8_t *seen, int64_t *longest, int64_t *total)
 {
-    int64_t probe = 0, counted = 0, limbo = 0;
-    int status = ec_index_check(&p->index, &probe);
+    int64_t probe = 0, probes = 0, counted = 0, limbo = 0;
+    int status = ec_index_check_probes(&p->index, &probe, &probes);
     if (status == EC_NOMEM)
         return "no memory for the check";
     if (status != EC_OK)
         return "an index has a wrong size, a wrong overflow count, or a key that its home does not lead to";
     *longest = probe > *longest ? probe : *longest;
+    *total += probes;
     if (p->index.size + p->limbo > p->index.grow_at)
         return "an index lacks room for the keys of limbo rows";
     if (p->grow_at > p->index.grow_at)
@@ -59,11 +62,11 @@ static const char *ec_check_partition(const ec_table *t, const ec_partition *p, 
     return NULL;
 }
 
-static const char *ec_table_check(const ec_table *t, int64_t *longest)
+static const char *ec_table_check(const ec_table *t, int64_t *longest, int64_t *total)
 {
     const char *broken = NULL;
     int64_t live = 0, limbo_rows = 0, vshards = 0;
-    *longest = 0;
+    *longest = *total = 0;
     uint8_t *seen = (uint8_t *)calloc((size_t)t->row_limit + 1, 1);
     if (seen == NULL)
         return "no memory for the check";
@@ -72,7 +75,7 @@ static const char *ec_table_check(const ec_table *t, int64_t *longest)
     for (int64_t i = 0; i < t->partition_count && broken == NULL; ++i) {
         live += t->partitions[i].index.size;
         vshards += t->partitions[i].vshard_to - t->partitions[i].vshard_from;
-        broken = ec_check_partition(t, t->partitions + i, seen, longest);
+        broken = ec_check_partition(t, t->partitions + i, seen, longest, total);
     }
     for (int64_t row = 0; row < t->row_limit && broken == NULL; ++row) {
         if (seen[row] & EC_LIVE)

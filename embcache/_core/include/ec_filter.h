@@ -121,7 +121,7 @@ static inline int ec_filter_sweeps_at(const ec_filter *f, int64_t step) {
 static inline int ec_filter_reserve(ec_filter *f, int64_t added) {
     const int64_t fresh = added > f->unused.size ? added - f->unused.size : 0;
     if (f->entries.size + fresh > EC_FILTER_MAX_ENTRIES) return EC_LIMIT;
-    if (ec_take_refused() || ec_index_reserve(&f->index, added) != EC_OK) return EC_NOMEM;
+    if (ec_index_reserve(&f->index, added) != EC_OK) return EC_NOMEM;
     if (ec_vec_reserve(&f->entries, fresh, sizeof(ec_filter_entry)) != EC_OK) return EC_NOMEM;
     /* every entry may have to go onto the list of unused ones */
     const int64_t all = f->entries.size + fresh;

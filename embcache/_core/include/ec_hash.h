@@ -75,13 +75,10 @@ static inline uint64_t ec_hash(int64_t key)
 
 static inline uint32_t ec_vshard(uint64_t hash) { return (uint32_t)(hash >> (64 - EC_VSHARD_BITS)); }
 
-/* A bijection of the hash under each seed, whose top bits choose the bucket. */
-static inline uint64_t ec_mix(uint64_t hash, uint64_t seed)
-{
-    uint64_t x = (hash ^ seed) * EC_P64_1;
-    x ^= x >> 32;
-    return x * EC_PRIME_MX2;
-}
+/* What chooses the bucket, by its top bits: under an unknown seed, keys crafted from the hash spread like any others. A
+ * product of 128 bits folded and multiplied again (two products modulo 2^64 with a shift between them let hashes that
+ * differ in their top bits only pile up: a mean probe of 1.66 buckets for 1.22). */
+static inline uint64_t ec_mix(uint64_t hash, uint64_t seed) { return ec_fold128(hash ^ seed, EC_P64_1) * EC_PRIME_MX2; }
 
 /* The finalizer of SplitMix64 (Steele, Lea, Flood 2014): the counter-based generator of initial values. */
 static inline uint64_t ec_splitmix(uint64_t x)

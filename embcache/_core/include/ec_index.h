@@ -225,12 +225,13 @@ static int ec_index_reserve(ec_index *index, int64_t extra)
     return ec_index_resize(index, need > step ? need : step);
 }
 
-/* Check every invariant. EC_OK, EC_BROKEN or EC_NOMEM; *longest receives the longest probe in buckets. */
-static int ec_index_check(const ec_index *index, int64_t *longest)
+/* Check every invariant. EC_OK, EC_BROKEN or EC_NOMEM; *longest and *total receive the longest probe and the sum of all,
+ * in buckets. */
+static int ec_index_check_probes(const ec_index *index, int64_t *longest, int64_t *total)
 {
     int status = EC_OK;
     int64_t keys = 0;
-    *longest = 0;
+    *longest = *total = 0;
     uint64_t *beyond = (uint64_t *)calloc(index->bucket_count + 1, sizeof *beyond);
     if (beyond == NULL)
         return EC_NOMEM;
@@ -247,6 +248,7 @@ static int ec_index_check(const ec_index *index, int64_t *longest)
                     from = 0;
             }
             *longest = probe > *longest ? probe : *longest;
+            *total += probe;
             keys += 1;
             if (ec_index_place(index, key, hash) != bucket->vals + place) /* a double, or cut off from its home */
                 status = EC_BROKEN;
@@ -261,6 +263,12 @@ static int ec_index_check(const ec_index *index, int64_t *longest)
         status = EC_BROKEN;
     free(beyond);
     return status;
+}
+
+static int ec_index_check(const ec_index *index, int64_t *longest)
+{
+    int64_t total;
+    return ec_index_check_probes(index, longest, &total);
 }
 
 #endif

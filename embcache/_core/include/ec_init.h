@@ -20,6 +20,11 @@
 #include <string.h>
 
 #include "ec_hash.h"
+#include "ec_isa.h"
+
+#if EC_HAS_AVX2_CLONE
+#include <immintrin.h>
+#endif
 
 enum { EC_INIT_CONSTANT = 0, EC_INIT_UNIFORM = 1, EC_INIT_NORMAL = 2, EC_INIT_TRUNCATED = 3, EC_INIT_RAMP = 4 };
 
@@ -83,6 +88,57 @@ static inline double ec_probit(double p)
 
 static inline double ec_init_gauss(uint64_t word) { return ec_probit(((double)(word >> 12) + 0.5) * 0x1p-52); }
 
+/* The largest float32 below x, which is finite and not the lowest. */
+static inline float ec_float_below(float x)
+{
+    uint32_t bits;
+    if (x == 0.0f)
+        return -0x1p-149f;
+    memcpy(&bits, &x, 4);
+    bits += x > 0.0f ? -1u : 1u;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static void ec_init_uniform(uint64_t stream, float a, float span, float top, float *out, int64_t from, int64_t dim)
+{
+    for (int64_t j = from; j < dim; ++j) {
+        uint64_t word = ec_init_word(stream, (uint64_t)j >> 1);
+        uint32_t half = (uint32_t)(j & 1 ? word >> 32 : word);
+        float value = a + span * ((float)(half >> 8) * 0x1p-24f);
+        out[j] = value < top ? value : top;
+    }
+}
+
+#if EC_HAS_AVX2_CLONE
+/* x * m modulo 2^64 in four lanes, from 32-bit products. */
+EC_TARGET_AVX2 static inline __m256i ec_mul64(__m256i x, uint64_t m)
+{
+    const __m256i low = _mm256_set1_epi64x((int64_t)(m & 0xFFFFFFFFu)), high = _mm256_set1_epi64x((int64_t)(m >> 32));
+    const __m256i cross = _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(x, 32), low), _mm256_mul_epu32(x, high));
+    return _mm256_add_epi64(_mm256_mul_epu32(x, low), _mm256_slli_epi64(cross, 32));
+}
+
+/* The same bits, eight elements (four words) at a time. */
+EC_TARGET_AVX2 static void ec_init_uniform_avx2(uint64_t stream, float a, float span, float top, float *out, int64_t dim)
+{
+    const __m256 low = _mm256_set1_ps(a), width = _mm256_set1_ps(span), most = _mm256_set1_ps(top), unit = _mm256_set1_ps(0x1p-24f);
+    const __m256i step = _mm256_set1_epi64x((int64_t)(4 * EC_GOLDEN));
+    __m256i at = _mm256_set_epi64x((int64_t)(stream + 4 * EC_GOLDEN), (int64_t)(stream + 3 * EC_GOLDEN),
+                                   (int64_t)(stream + 2 * EC_GOLDEN), (int64_t)(stream + EC_GOLDEN));
+    int64_t j = 0;
+    for (; j + 8 <= dim; j += 8) {
+        __m256i x = ec_mul64(_mm256_xor_si256(at, _mm256_srli_epi64(at, 30)), 0xBF58476D1CE4E5B9ull);
+        x = ec_mul64(_mm256_xor_si256(x, _mm256_srli_epi64(x, 27)), 0x94D049BB133111EBull);
+        x = _mm256_xor_si256(x, _mm256_srli_epi64(x, 31));
+        const __m256 u = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(x, 8)), unit);
+        _mm256_storeu_ps(out + j, _mm256_min_ps(_mm256_add_ps(low, _mm256_mul_ps(width, u)), most));
+        at = _mm256_add_epi64(at, step);
+    }
+    ec_init_uniform(stream, a, span, top, out, j, dim);
+}
+#endif
+
 /* Write the `dim` initial weights of the key whose hash is given. */
 static void ec_init_row(const ec_init *init, uint64_t hash, float *out, int64_t dim)
 {
@@ -91,13 +147,14 @@ static void ec_init_row(const ec_init *init, uint64_t hash, float *out, int64_t 
     switch (init->kind) {
     case EC_INIT_UNIFORM: {
         const float span = b - a;
-        const float top = a < b ? nextafterf(b, a) : a;
-        for (int64_t j = 0; j < dim; ++j) {
-            uint64_t word = ec_init_word(stream, (uint64_t)j >> 1);
-            uint32_t half = (uint32_t)(j & 1 ? word >> 32 : word);
-            float value = a + span * ((float)(half >> 8) * 0x1p-24f);
-            out[j] = value < top ? value : top;
+        const float top = a < b ? ec_float_below(b) : a;
+#if EC_HAS_AVX2_CLONE
+        if (dim >= 8 && ec_cpu_has_avx2()) {
+            ec_init_uniform_avx2(stream, a, span, top, out, dim);
+            break;
         }
+#endif
+        ec_init_uniform(stream, a, span, top, out, 0, dim);
         break;
     }
     case EC_INIT_NORMAL:

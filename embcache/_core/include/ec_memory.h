@@ -20,6 +20,18 @@
 #define EC_MAP_MIN ((size_t)64 << 10)
 #define EC_ROOM_MIN ((size_t)1 << 20)
 
+/* For tests: all memory of the core is asked for through ec_take_refused(), so that the n-th request from now can be made
+ * to fail, anywhere, and what was promised then (I3, I11) can be seen to hold. */
+static int64_t ec_take_countdown = -1; /* -1: off; n >= 0: n more requests are served, the next one is refused, once */
+
+static inline int ec_take_refused(void)
+{
+    return __builtin_expect(ec_take_countdown >= 0, 0) && ec_take_countdown-- == 0;
+}
+
+/* realloc() that can be made to fail; on NULL the old block is still there. */
+static inline void *ec_take(void *old, size_t bytes) { return ec_take_refused() ? NULL : realloc(old, bytes ? bytes : 1); }
+
 static inline size_t ec_page_round(size_t bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -31,6 +43,8 @@ static void *ec_map(size_t bytes)
 {
     const int protection = PROT_READ | PROT_WRITE, flags = MAP_PRIVATE | MAP_ANONYMOUS;
     char *at;
+    if (ec_take_refused())
+        return NULL;
     if (bytes < EC_HUGE_BYTES) {
         at = (char *)mmap(NULL, bytes, protection, flags, -1, 0);
         if (at == MAP_FAILED)
@@ -167,7 +181,7 @@ static void *ec_block_alloc(size_t bytes, size_t *held)
 {
     if (bytes < EC_MAP_MIN) {
         size_t rounded = (bytes + 63) / 64 * 64;
-        void *at = aligned_alloc(64, rounded);
+        void *at = ec_take_refused() ? NULL : aligned_alloc(64, rounded);
         if (at == NULL)
             return NULL;
         memset(at, 0, rounded);

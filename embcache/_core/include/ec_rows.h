@@ -1,4 +1,4 @@
-/* The batch loops of the table: find, look up, copy, settle. Each works on a span of a batch, in one thread.
+/* The batch loops of the table: find, look up, copy. Each works on a span of a batch, in one thread.
  *
  * All of them run a rolling window: the bucket (then the row) of key i + AHEAD is prefetched while key i is served, so
  * that cache misses overlap. Large outputs are written past the cache, which would otherwise first read what it is
@@ -103,10 +103,11 @@ static __attribute__((noinline)) int64_t ec_probe_beyond(const ec_probe *probe, 
 {
     const ec_index *index = &probe->partition->index;
     const uint32_t *local = ec_index_place_from(index, key, (uint64_t)(probe->bucket - index->buckets));
-    return local == NULL ? -1 : ec_partition_row(probe->partition, *local);
+    return local == NULL ? -1 : (int64_t)*local;
 }
 
-EC_INLINE int64_t ec_probe_finish(const ec_probe *probe, int64_t key, const int avx2)
+/* The local of the key, or -1. */
+EC_INLINE int64_t ec_probe_local(const ec_probe *probe, int64_t key, const int avx2)
 {
 #if EC_HAS_AVX2_CLONE
     const uint32_t hits = avx2 ? ec_bucket_match_avx2(probe->bucket, key) : ec_bucket_match(probe->bucket, key);
@@ -114,8 +115,15 @@ EC_INLINE int64_t ec_probe_finish(const ec_probe *probe, int64_t key, const int 
     const uint32_t hits = ec_bucket_match(probe->bucket, key);
 #endif
     if (hits)
-        return ec_partition_row(probe->partition, probe->bucket->vals[__builtin_ctz(hits)]);
+        return probe->bucket->vals[__builtin_ctz(hits)];
     return ec_bucket_overflow(probe->bucket) == 0 ? -1 : ec_probe_beyond(probe, key);
+}
+
+/* The row of the key, or -1. */
+EC_INLINE int64_t ec_probe_finish(const ec_probe *probe, int64_t key, const int avx2)
+{
+    const int64_t local = ec_probe_local(probe, key, avx2);
+    return local < 0 ? -1 : ec_partition_row(probe->partition, local);
 }
 
 EC_INLINE void ec_find_body(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, const int avx2)
@@ -157,7 +165,8 @@ static void ec_find_span(const ec_table *t, const int64_t *keys, const uint64_t 
 /* Find and copy in one pass: bucket prefetched 16 keys ahead, row 8 ahead. out row i = weights of keys[i] as elements of
  * `type`, the table's or float32; an absent key gets its initial value where `missing` is NULL; else its out row is left
  * alone and missing[i] = 1 (0 for the others). Returns the number absent. */
-static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing, int stream)
+EC_INLINE int64_t ec_lookup_body(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing, int stream,
+                                 const int avx2)
 {
     ec_probe window[EC_AHEAD];
     const void *found[EC_AHEAD];
@@ -177,7 +186,7 @@ static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n,
         int64_t next = i + EC_ROW_AHEAD;
         if (next < n) {
             ec_probe *slot = &window[next & (EC_AHEAD - 1)];
-            int64_t row = ec_probe_finish(slot, keys[next], 0);
+            int64_t row = ec_probe_finish(slot, keys[next], avx2);
             if (missing != NULL)
                 missing[next] = row < 0;
             found[next & (EC_AHEAD - 1)] = row < 0 ? NULL : ec_table_weights(t, row);
@@ -199,6 +208,23 @@ static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n,
     }
     ec_stream_fence(stream);
     return absent;
+}
+
+#if EC_HAS_AVX2_CLONE
+EC_TARGET_AVX2 static int64_t ec_lookup_avx2(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing,
+                                             int stream)
+{
+    return ec_lookup_body(t, keys, n, out, type, missing, stream, 1);
+}
+#endif
+
+static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing, int stream)
+{
+#if EC_HAS_AVX2_CLONE
+    if (ec_cpu_has_avx2())
+        return ec_lookup_avx2(t, keys, n, out, type, missing, stream);
+#endif
+    return ec_lookup_body(t, keys, n, out, type, missing, stream, 0);
 }
 
 /* A buffer of rows outside the table: weights, and the state cut into `parts` arrays of `widths` floats a row. */
@@ -273,89 +299,6 @@ static void ec_write_share(const ec_table *t, const int64_t *rows, int64_t n, co
         }
         if (rows[i] >= 0 && (shares == 1 || (rows[i] >> 4) % shares == share))
             ec_write_row(t, rows[i], buffer->places == NULL ? i : buffer->places[i], buffer);
-    }
-}
-
-/* ------------------------------------------------------------------------------------------------------------- inserts */
-
-/* The absent keys of one insert that belong to one partition, in batch order. */
-typedef struct ec_settlement {
-    int64_t from, to; /* span of positions[] and locals[] */
-    int64_t settled;  /* elements of the span that have a local */
-    int64_t born;     /* keys that were new */
-    int status;
-} ec_settlement;
-
-/* Make the index ready for one more key. `done` of `total` elements of the batch brought `born` new keys: the rest is
- * expected to bring as many in proportion, within a factor of 1.5 to 4. */
-static int ec_settle_grow(const ec_table *t, ec_partition *p, int64_t done, int64_t total, int64_t born)
-{
-    const int64_t held = p->index.size + p->limbo;
-    double expected = (double)(total - done) * (double)(born + 1) / (double)(done + 1);
-    int64_t extra = expected < (double)(3 * held) ? (int64_t)expected : 3 * held;
-    extra = (extra > 0 ? extra : 0) + 1;
-    int status = ec_partition_reserve(t, p, extra);
-    return status == EC_OK ? EC_OK : ec_partition_reserve(t, p, 1);
-}
-
-/* Give each absent key of one partition a local: born[position] is set where it is the key's first. Stops at the first
- * failure; ec_settle_undo takes everything back. */
-static void ec_settle(const ec_table *t, ec_partition *p, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
-                      uint32_t *locals, uint8_t *born, ec_settlement *s)
-{
-    for (int64_t i = s->from; i < s->to; ++i) {
-        if (i + EC_AHEAD < s->to)
-            ec_index_prefetch(&p->index, ec_hash_at(keys, hashes, positions[i + EC_AHEAD]));
-        const int64_t position = positions[i];
-        const int64_t key = keys[position];
-        const uint64_t hash = ec_hash_at(keys, hashes, position);
-        const uint32_t *place = ec_index_place(&p->index, key, hash);
-        if (place != NULL) {
-            locals[i] = *place;
-        } else {
-            if (p->index.size + p->limbo >= p->grow_at) {
-                s->status = ec_settle_grow(t, p, i - s->from, s->to - s->from, s->born);
-                if (s->status != EC_OK)
-                    return;
-            }
-            int64_t local = ec_partition_pop(t, p);
-            if (local < 0) {
-                s->status = EC_LIMIT;
-                return;
-            }
-            ec_index_insert(&p->index, key, hash, (uint32_t)local);
-            locals[i] = (uint32_t)local;
-            born[position] = 1;
-            s->born += 1;
-        }
-        s->settled += 1;
-    }
-}
-
-static void ec_settle_undo(ec_table *t, ec_partition *p, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
-                           const uint32_t *locals, uint8_t *born, ec_settlement *s)
-{
-    for (int64_t i = s->from + s->settled - 1; i >= s->from; --i) {
-        const int64_t position = positions[i];
-        if (!born[position])
-            continue;
-        ec_index_erase(&p->index, keys[position], ec_hash_at(keys, hashes, position));
-        ec_partition_unpop(t, p, locals[i]);
-        born[position] = 0;
-    }
-}
-
-/* Final rows of the elements from .. to - 1 of positions[]; new rows get their initial values. */
-static void ec_settle_finish(const ec_table *t, const int64_t *keys, const uint64_t *hashes, const int64_t *positions,
-                             const uint32_t *locals, const uint8_t *born, int64_t from, int64_t to, int64_t *rows)
-{
-    for (int64_t i = from; i < to; ++i) {
-        const int64_t position = positions[i];
-        const uint64_t hash = ec_hash_at(keys, hashes, position);
-        const int64_t row = ec_partition_row(ec_table_partition(t, hash), locals[i]);
-        rows[position] = row;
-        if (born[position])
-            ec_table_bear(t, row, keys[position], hash);
     }
 }
 

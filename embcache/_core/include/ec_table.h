@@ -48,7 +48,7 @@
 #define EC_ROWS_MAX ((int64_t)1 << 40)
 #define EC_NARROW_DIM_MAX 8192 /* weights of a row of 2-byte elements: their initial values pass through the stack */
 
-enum { EC_LIVE = 1, EC_RESIDENT = 2, EC_LIMBO = 4 };
+enum { EC_LIVE = 1, EC_RESIDENT = 2, EC_LIMBO = 4, EC_AGAIN = 8 /* its local came from the free list */ };
 
 /* The first cache line is all that a look-up reads. */
 typedef struct ec_partition {
@@ -142,6 +142,12 @@ static inline void ec_table_initial(const ec_table *t, uint64_t hash, void *to, 
 
 /* -------------------------------------------------------------------------------------------------------- partitions */
 
+/* The part of `count` keys that belongs to a partition, were they spread evenly. */
+static inline int64_t ec_partition_share_of(const ec_partition *p, int64_t count)
+{
+    return count / EC_VSHARDS * (p->vshard_to - p->vshard_from) + count % EC_VSHARDS * (p->vshard_to - p->vshard_from) / EC_VSHARDS;
+}
+
 /* Live rows above which a partition splits. */
 static inline int64_t ec_partition_split_above(const ec_partition *p, int64_t split_above)
 {
@@ -184,7 +190,7 @@ static int ec_partition_reserve(const ec_table *t, ec_partition *p, int64_t extr
 /* `slots` zeroed partitions behind a copy of `count` of them, cache-line aligned, or NULL. */
 static ec_partition *ec_partitions_copy(const ec_partition *from, int64_t count, int64_t slots)
 {
-    ec_partition *copy = (ec_partition *)aligned_alloc(64, (size_t)slots * sizeof *copy);
+    ec_partition *copy = ec_take_refused() ? NULL : (ec_partition *)aligned_alloc(64, (size_t)slots * sizeof *copy);
     if (copy == NULL)
         return NULL;
     if (count > 0)
@@ -242,10 +248,10 @@ static void ec_partition_release_extents(ec_table *t, ec_partition *p)
     }
 }
 
-/* Take back a pop, newest first: afterwards the next pops give the same locals again. */
-static inline void ec_partition_unpop(ec_table *t, ec_partition *p, int64_t local)
+/* Take back a pop, newest first: afterwards the next pops give the same locals again. `again`: it came from the free list. */
+static inline void ec_partition_unpop(ec_table *t, ec_partition *p, int64_t local, int again)
 {
-    if (p->free_head < 0 && local == p->next_local - 1) {
+    if (!again && local == p->next_local - 1) {
         if (local < p->extent_count * EC_EXTENT_ROWS) {
             int64_t row = ec_partition_row(p, local);
             if (row < t->row_limit)
@@ -263,7 +269,7 @@ static inline void ec_partition_unpop(ec_table *t, ec_partition *p, int64_t loca
 
 static int ec_grow_u32(uint32_t **array, int64_t slots)
 {
-    uint32_t *wider = (uint32_t *)realloc(*array, (size_t)slots * sizeof **array);
+    uint32_t *wider = (uint32_t *)ec_take(*array, (size_t)slots * sizeof **array);
     if (wider == NULL)
         return EC_NOMEM;
     *array = wider;
@@ -368,8 +374,8 @@ static int ec_table_back_locals(ec_table *t)
 
 /* -------------------------------------------------------------------------------------------------------- life of a row */
 
-/* Make `row` the fresh row of `key`: initial weights and state, no history. */
-static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, uint64_t hash)
+/* Make `row` the fresh row of `key`: initial weights and state, no history. `again`: the row was free before. */
+static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, uint64_t hash, int again)
 {
     ec_table_initial(t, hash, ec_table_weights(t, row), t->type);
     if (t->state_dim > 0) {
@@ -380,7 +386,7 @@ static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, ui
             memcpy(ec_table_state(t, row), t->initial_state, bytes);
     }
     *ec_table_key(t, row) = key;
-    *ec_table_flags(t, row) = EC_LIVE;
+    *ec_table_flags(t, row) = again ? EC_LIVE | EC_AGAIN : EC_LIVE;
     if (t->with_filter) {
         *ec_table_freq(t, row) = 0;
         *ec_table_ts(t, row) = INT64_MIN;
@@ -437,21 +443,85 @@ static void ec_table_free_row(ec_table *t, uint64_t hash, int64_t row)
     ec_partition_push(t, p, ec_table_local(t, row));
 }
 
-/* Undo of an insert, newest first: the next inserts get the same row indexes again, unless a partition was split since.
- * A local that came from the free list and is the partition's last is counted down all the same; its extent may then be
- * given up, and the next inserts get the same place in another extent. */
+/* Undo of an insert, newest first: the next inserts get the same row indexes again, unless a partition was split between
+ * the inserts that are undone. */
 static void ec_table_unborn(ec_table *t, int64_t key, uint64_t hash, int64_t row)
 {
     ec_partition *p = ec_table_partition(t, hash);
     int64_t local = ec_index_erase(&p->index, key, hash);
     EC_ASSERT(local >= 0 && ec_partition_row(p, local) == row);
-    (void)row;
-    ec_partition_unpop(t, p, local);
+    ec_partition_unpop(t, p, local, *ec_table_flags(t, row) & EC_AGAIN);
     t->live -= 1;
     t->version += 1;
 }
 
 /* -------------------------------------------------------------------------------------------------------------- splits */
+
+/* Copy the keys of an index to the halves, those of vshards from `middle` on to the upper. 0 where a half had no room. */
+static int ec_split_copy(const ec_index *index, int32_t middle, ec_index *lower, ec_index *upper)
+{
+    for (uint64_t at = 0; at < index->bucket_count; ++at) {
+        const ec_bucket *bucket = index->buckets + at;
+        for (uint32_t rest = bucket->meta & EC_OCCUPANCY; rest; rest &= rest - 1) {
+            int place = __builtin_ctz(rest);
+            uint64_t hash = ec_hash(bucket->keys[place]);
+            ec_index *half = (int32_t)ec_vshard(hash) >= middle ? upper : lower;
+            if (half->size == half->grow_at)
+                return 0;
+            ec_index_insert(half, bucket->keys[place], hash, bucket->vals[place]);
+        }
+    }
+    return 1;
+}
+
+static int64_t ec_split_count(const ec_index *index, int32_t middle)
+{
+    int64_t upper = 0;
+    for (uint64_t at = 0; at < index->bucket_count; ++at) {
+        const ec_bucket *bucket = index->buckets + at;
+        for (uint32_t rest = bucket->meta & EC_OCCUPANCY; rest; rest &= rest - 1)
+            upper += (int32_t)ec_vshard(ec_hash(bucket->keys[__builtin_ctz(rest)])) >= middle;
+    }
+    return upper;
+}
+
+/* Make the halves of a partition's index, each with room for its limbo rows and for an eighth more keys than it gets (a
+ * half that had to grow at its next insert would be copied twice), and for one at least, as look-ups expect a bucket in
+ * every partition of a table that holds a key. Keys spread evenly, so the halves are sized for half of them; should that
+ * not do, keys are counted first. Where one half gets all of them it gets the index itself: *moved says so. */
+static int ec_split_index(const ec_table *t, const ec_partition *p, int32_t middle, int64_t upper_limbo, ec_index *lower,
+                          ec_index *upper, int *moved)
+{
+    const ec_index *index = &p->index;
+    const int64_t lower_limbo = p->limbo - upper_limbo;
+    int64_t upper_keys = index->size / 2, lower_keys = index->size - upper_keys;
+    *moved = 0;
+    for (int counted = 0;; counted = 1) {
+        ec_index_init_in(lower, index->seed, t->backing);
+        ec_index_init_in(upper, index->seed, t->backing);
+        const uint64_t lower_need = ec_index_buckets_for(lower_keys + lower_keys / 8 + lower_limbo + 1);
+        const uint64_t upper_need = ec_index_buckets_for(upper_keys + upper_keys / 8 + upper_limbo + 1);
+        const int keep_lower = counted && upper_keys == 0, keep_upper = counted && lower_keys == 0;
+        int status = keep_lower ? EC_OK : ec_index_resize(lower, ec_partition_buckets(t, lower_need, 0));
+        if (status == EC_OK && !keep_upper)
+            status = ec_index_resize(upper, ec_partition_buckets(t, upper_need, 0));
+        if (status == EC_OK && (keep_lower || keep_upper)) {
+            *(keep_lower ? lower : upper) = *index;
+            *moved = 1;
+            return EC_OK;
+        }
+        if (status == EC_OK && ec_split_copy(index, middle, lower, upper) && lower->grow_at - lower->size >= lower_limbo &&
+            upper->grow_at - upper->size >= upper_limbo)
+            return EC_OK;
+        ec_index_free(lower);
+        ec_index_free(upper);
+        if (status != EC_OK)
+            return status;
+        EC_ASSERT(!counted);
+        upper_keys = ec_split_count(index, middle);
+        lower_keys = index->size - upper_keys;
+    }
+}
 
 static int ec_table_split(ec_table *t, int64_t which)
 {
@@ -467,44 +537,21 @@ static int ec_table_split(ec_table *t, int64_t which)
     ec_partition *p = t->partitions + which;
     const int32_t middle = p->vshard_from + (p->vshard_to - p->vshard_from) / 2;
     const int64_t limbo_from = p->limbo;
-    int64_t upper_keys = 0, upper_limbo = 0;
-    for (uint64_t at = 0; at < p->index.bucket_count; ++at) {
-        const ec_bucket *bucket = p->index.buckets + at;
-        for (uint32_t rest = bucket->meta & EC_OCCUPANCY; rest; rest &= rest - 1)
-            upper_keys += (int32_t)ec_vshard(ec_hash(bucket->keys[__builtin_ctz(rest)])) >= middle;
-    }
+    int64_t upper_limbo = 0;
     for (int32_t vshard = middle; vshard < p->vshard_to; ++vshard)
         upper_limbo += t->limbo_of[vshard];
 
-    /* Room for an eighth more than there is: a half that had to grow at its next insert would be copied twice. And for
-     * one key at least, as look-ups expect a bucket in every partition of a table that holds a key. */
-    const int64_t lower_keys = p->index.size - upper_keys;
     ec_index lower, upper;
-    ec_index_init_in(&lower, p->index.seed, t->backing);
-    ec_index_init_in(&upper, p->index.seed, t->backing);
+    int moved;
     ec_partition q = *p;
     q.extents = NULL;
     q.extent_slots = p->extent_count;
-    const int64_t lower_room = lower_keys + lower_keys / 8 + limbo_from - upper_limbo + 1;
-    const int64_t upper_room = upper_keys + upper_keys / 8 + upper_limbo + 1;
-    int status = ec_index_resize(&lower, ec_partition_buckets(t, ec_index_buckets_for(lower_room), 0));
+    int status = p->extent_count > 0 ? ec_grow_u32(&q.extents, q.extent_slots) : EC_OK;
     if (status == EC_OK)
-        status = ec_index_resize(&upper, ec_partition_buckets(t, ec_index_buckets_for(upper_room), 0));
-    if (status == EC_OK && p->extent_count > 0)
-        status = ec_grow_u32(&q.extents, q.extent_slots);
+        status = ec_split_index(t, p, middle, upper_limbo, &lower, &upper, &moved);
     if (status != EC_OK) {
-        ec_index_free(&lower);
-        ec_index_free(&upper);
+        free(q.extents);
         return status;
-    }
-    for (uint64_t at = 0; at < p->index.bucket_count; ++at) {
-        const ec_bucket *bucket = p->index.buckets + at;
-        for (uint32_t rest = bucket->meta & EC_OCCUPANCY; rest; rest &= rest - 1) {
-            int place = __builtin_ctz(rest);
-            uint64_t hash = ec_hash(bucket->keys[place]);
-            ec_index *half = (int32_t)ec_vshard(hash) >= middle ? &upper : &lower;
-            ec_index_insert(half, bucket->keys[place], hash, bucket->vals[place]);
-        }
     }
     if (p->extent_count > 0)
         memcpy(q.extents, p->extents, (size_t)p->extent_count * sizeof *q.extents);
@@ -526,7 +573,8 @@ static int ec_table_split(ec_table *t, int64_t which)
     if (last >= 0)
         *ec_table_key(t, ec_partition_row(p, last)) = -1;
 
-    ec_index_free(&p->index);
+    if (!moved)
+        ec_index_free(&p->index);
     p->index = lower;
     p->limbo = limbo_from - upper_limbo;
     p->vshard_to = middle;
@@ -539,19 +587,18 @@ static int ec_table_split(ec_table *t, int64_t which)
     return EC_OK;
 }
 
-/* Split every partition that is too large, until none is. What is there to split was inserted since the last call, so
- * the cost is shared by the inserts; and a call that is undone and repeated finds nothing left to split. */
-static int ec_table_split_large(ec_table *t)
+/* Split a partition while it is too large, or would be with its share of `distinct` keys in the table. */
+static int ec_table_split_large(ec_table *t, int64_t which, int64_t distinct)
 {
-    for (int64_t i = 0; i < t->partition_count; ++i) {
-        while (t->partitions[i].index.size > ec_partition_split_above(t->partitions + i, t->split_above) && t->partition_count < EC_PARTITIONS_MAX &&
-               t->partitions[i].vshard_to - t->partitions[i].vshard_from > 1) {
-            int status = ec_table_split(t, i);
-            if (status != EC_OK)
-                return status;
-        }
+    for (;;) {
+        const ec_partition *p = t->partitions + which;
+        const int64_t share = ec_partition_share_of(p, distinct), keys = p->index.size > share ? p->index.size : share;
+        if (keys <= ec_partition_split_above(p, t->split_above) || t->partition_count == EC_PARTITIONS_MAX || p->vshard_to - p->vshard_from == 1)
+            return EC_OK;
+        int status = ec_table_split(t, which);
+        if (status != EC_OK)
+            return status;
     }
-    return EC_OK;
 }
 
 #endif

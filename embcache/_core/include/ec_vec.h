@@ -1,7 +1,7 @@
 /* Growable array of plain items, and the one place where the planner takes memory.
  *
- * All planner memory comes through ec_take(), so that a test can make the n-th request from now fail and see that a
- * plan which runs out of memory anywhere leaves no trace (promise I3).
+ * All planner memory comes through ec_take() or a block (ec_memory.h), so that a test can make the n-th request from now
+ * fail and see that a plan which runs out of memory anywhere leaves no trace (promise I3).
  */
 #ifndef EC_VEC_H
 #define EC_VEC_H
@@ -13,17 +13,6 @@
 #include "ec_memory.h"
 #include "ec_status.h"
 
-static int64_t ec_take_countdown = -1; /* -1: off; n >= 0: n more requests are served, the next one is refused, once */
-
-/* Whether a test wants the memory request that comes now to fail. */
-static inline int ec_take_refused(void) {
-    if (__builtin_expect(ec_take_countdown < 0, 1)) return 0;
-    return ec_take_countdown-- == 0;
-}
-
-/* realloc() that can be made to fail; on NULL the old block is still there. */
-static inline void *ec_take(void *old, size_t bytes) { return ec_take_refused() ? NULL : realloc(old, bytes ? bytes : 1); }
-
 /* A zeroed, cache-line aligned block (in huge pages where it is big). */
 typedef struct {
     void *data;
@@ -32,7 +21,7 @@ typedef struct {
 
 static inline int ec_block_take(ec_block *block, size_t bytes) {
     size_t held = 0;
-    void *data = ec_take_refused() ? NULL : ec_block_alloc(bytes ? bytes : 1, &held);
+    void *data = ec_block_alloc(bytes ? bytes : 1, &held);
     if (!data) return EC_NOMEM;
     block->data = data;
     block->held = held;

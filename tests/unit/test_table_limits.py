@@ -1,0 +1,255 @@
+"""The table at its limits: hostile keys, churn, many small tables, steps of growth, memory that is refused anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from embcache._core.digest import hash_keys
+from embcache._core.table import Table, refuse_memory
+from embcache.errors import HostMemoryError
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+SOAK = int(os.environ.get("EMBCACHE_SOAK", "0") or "0")
+F32 = np.float32
+U64 = np.uint64
+MASK = 2**64 - 1
+SECRET = bytes.fromhex("7c01812cf721ad1cded46de9839097db")  # bytes 8 to 23 of XXH3's secret, which ec_hash stirs in
+
+
+def keys_from(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(INT64_MIN, INT64_MAX, n, endpoint=True)
+
+
+def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
+    bits %= 64
+    return (x << U64(bits)) | (x >> U64((64 - bits) % 64)) if bits else x
+
+
+def keys_with_hashes(hashes: np.ndarray) -> np.ndarray:
+    """The keys whose canonical hash is given: the hash is a bijection, so anyone can craft them."""
+    prime = 0x9FB21C651E98DF25
+    inverse = U64(pow(prime, -1, 2**64))
+    x = hashes.astype(U64)
+    x = x ^ (x >> U64(28)) ^ (x >> U64(56))
+    x = x * inverse
+    x = x ^ ((x >> U64(35)) + U64(8))
+    x = x * inverse
+    for step in range(6):  # x ^ rot49 ^ rot24 is f = 1 + z^49 + z^24 modulo z^64 - 1, and f^64 = 1: apply f^63
+        x = x ^ _rotated(x, 49 << step) ^ _rotated(x, 24 << step)
+    low, high = (int.from_bytes(SECRET[at : at + 8], "little") for at in (0, 8))
+    return _rotated(x ^ U64(low ^ high), 32).view(np.int64)
+
+
+def test_keys_with_hashes_are_what_they_say() -> None:
+    hashes = keys_from(1, 1000).view(U64)
+    assert np.array_equal(hash_keys(keys_with_hashes(hashes)), hashes)
+
+
+# -------------------------------------------------------------------------------------------------------- hostile keys
+
+N = 30_000
+
+
+def _stride(shift: int) -> Callable[[], np.ndarray]:
+    return lambda: np.arange(N, dtype=np.int64) << shift
+
+
+def _hash_run(shift: int, base: int = 0) -> Callable[[], np.ndarray]:
+    return lambda: keys_with_hashes((np.arange(N, dtype=U64) << U64(shift)) + U64(base))
+
+
+HOSTILE = {
+    **{f"stride 2^{shift}": _stride(shift) for shift in (0, 1, 6, 12, 20, 32, 48)},
+    "equal low bits": lambda: (np.arange(N, dtype=np.int64) << 32) | 0x5A5A5A5A,
+    "equal high bits": lambda: np.arange(N, dtype=np.int64) + (0x7A7A << 48),
+    "negative and positive": lambda: np.concatenate([np.arange(1, N // 2), -np.arange(1, N // 2)]),
+    "hashes in a row": _hash_run(0),
+    "hashes with equal low bits": _hash_run(40, 0x1234567),
+    "hashes with equal low 32 bits": _hash_run(32),
+    "hashes that share the bits below the vshard": lambda: keys_with_hashes(
+        (np.arange(N, dtype=U64) % U64(4096) << U64(52)) | (U64(0xABCDE) << U64(32)) | np.arange(N, dtype=U64)
+    ),
+}
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_hostile_keys_cost_what_random_ones_cost(pattern: str) -> None:
+    """Whatever is known about the hash, the seed of the bucket choice is not: crafted keys spread like any others."""
+
+    def probes(keys: np.ndarray, index_seed: int | None) -> tuple[int, float]:
+        table = Table("t", 1, split_above=N // 3, index_seed=index_seed)
+        for start in range(0, len(keys), 5000):
+            table.insert(keys[start : start + 5000])
+        check = table.check()
+        assert len(table) == len(keys)
+        assert (table.find(keys) >= 0).all()
+        table.close()
+        return check["longest_probe"], check["mean_probe"]
+
+    mean = probes(keys_from(3, N), 7)[1]
+    for index_seed in (7, None):
+        longest, crafted = probes(HOSTILE[pattern](), index_seed)
+        assert crafted <= 1.3 * mean
+        assert longest <= 64
+
+
+def test_keys_of_one_vshard_stay_correct_and_bounded() -> None:
+    """They cannot be spread over partitions, so one index grows alone, by factors; the others stay empty."""
+    keys = keys_with_hashes((U64(0x9A5) << U64(52)) | keys_from(5, 60_000).view(U64) >> U64(12))
+    assert len(np.unique(hash_keys(keys) >> U64(52))) == 1
+    table = Table("t", 4, split_above=2_000)
+    for start in range(0, len(keys), 1000):
+        table.insert(keys[start : start + 1000])
+    check, stats = table.check(), table.stats()
+    assert check["partitions"] == 13  # twelve halvings lead to a vshard; nothing is split in vain after that
+    assert check["longest_probe"] <= 64 and check["mean_probe"] <= 1.5
+    assert stats["overhead_bytes_per_row"] <= 64
+    assert (table.find(keys) >= 0).all() and (table.find(keys_from(6, 1000)) == -1).all()
+    assert table.erase(keys[::2].copy()) == 30_000
+    table.check()
+    others = keys_from(7, 20_000)
+    table.insert(others)
+    table.check()
+    assert (table.find(others) >= 0).all() and (table.find(keys[1::2].copy()) >= 0).all()
+
+
+# --------------------------------------------------------------------------------------------------- growth and bounds
+
+
+def test_case_29_partitions_take_their_steps_one_after_the_other() -> None:
+    """No call splits, or lets grow, more than two of many partitions, though all fill at the same rate."""
+    table = Table("t", 1, split_above=20_000, index_seed=1)
+    keys = keys_from(2, 1_200_000)
+    before, most = 1, 0
+    for start in range(0, len(keys), 512):
+        table.insert(keys[start : start + 512])
+        partitions = table.stats()["partitions"]
+        if partitions > 16:
+            most = max(most, partitions - before)
+        before = partitions
+    assert before >= 48
+    assert 1 <= most <= 2
+
+
+def test_case_69_a_table_grown_64_fold_probes_as_a_small_one() -> None:
+    table = Table("t", 1, split_above=4_000, index_seed=1)
+    keys = keys_from(4, 320_000)
+    table.insert(keys[:5_000])
+    small = table.check()
+    for start in range(5_000, len(keys), 5_000):
+        table.insert(keys[start : start + 5_000])
+    large = table.check()
+    assert large["partitions"] > 32
+    assert large["mean_probe"] <= 1.2 * small["mean_probe"]
+
+
+def test_one_call_splits_as_many_calls_do() -> None:
+    keys = keys_from(8, 200_000)
+    once, often = Table("t", 1, split_above=8_000), Table("t", 1, split_above=8_000)
+    once.insert(keys)
+    for start in range(0, len(keys), 4_000):
+        often.insert(keys[start : start + 4_000])
+    once.insert(keys[:1])
+    for table in (once, often):
+        table.check()
+        assert (table.find(keys) >= 0).all()
+    assert 0.5 <= once.stats()["partitions"] / often.stats()["partitions"] <= 2
+    # The same few keys over and over are few keys.
+    repeated = Table("t", 1, split_above=300_000)
+    repeated.insert(np.tile(keys[:1000], 1000))
+    assert repeated.stats()["partitions"] == 1 and len(repeated) == 1000
+    assert repeated.stats()["index_bytes"] < 2**20
+
+
+def test_case_20_churned_keys_leave_nothing_behind() -> None:
+    """Keys come and go for ever (10^7 of them in a soak): length, probes and bytes stay what the live keys need."""
+    total, live, batch = (10_000_000 if SOAK else 600_000), 20_000, 2_000
+    table = Table("t", 4, state_dim=4, split_above=6_000, index_seed=3)
+    rng = np.random.default_rng(11)
+    held: list[np.ndarray] = []
+    settled = None
+    for step in range(total // batch):
+        keys = rng.integers(INT64_MIN, INT64_MAX, batch, endpoint=True)
+        table.insert(keys)
+        held.append(keys)
+        if len(held) * batch > live:
+            gone = held.pop(int(rng.integers(len(held))))
+            assert table.erase(gone) == batch
+        if step == 100:
+            settled = table.stats()["bytes"]
+    assert settled is not None
+    assert len(table) == sum(map(len, held))
+    check = table.check()
+    assert check["longest_probe"] <= 64 and check["mean_probe"] <= 1.5
+    assert table.stats()["bytes"] <= 1.5 * settled
+    assert (table.find(np.concatenate(held)) >= 0).all()
+
+
+def test_case_59_a_thousand_small_tables() -> None:
+    tables = [Table(f"t{i}", 16, state_dim=16) for i in range(1000)]
+    assert sum(table.stats()["bytes"] for table in tables) < 1000 * 32 * 2**10  # before the first key
+    for table in tables:
+        table.insert(np.arange(64))
+    assert sum(table.stats()["bytes"] for table in tables) < 1000 * 256 * 2**10
+    for table in tables:
+        table.close()
+
+
+# ------------------------------------------------------------------------------------------- memory refused at any place
+
+
+def content(table: Table, probe: np.ndarray) -> tuple[bytes, ...]:
+    """All that a caller can see of a table."""
+    weights, state = table.lookup_rows(probe)
+    rows = table.find(probe)
+    return rows.tobytes(), weights.tobytes(), state.tobytes(), str((len(table), table.version)).encode()
+
+
+def test_i11_every_allocation_failing_in_turn_changes_nothing() -> None:
+    """Each request for memory of an insert, an assign, a look-up and a split is refused once; the call fails whole, or can
+    do without (a step of growth that was not due yet)."""
+    probe = np.concatenate([np.arange(3_000), keys_from(1, 6_000), keys_from(2, 2_000), keys_from(3, 500)])
+    calls: list[Callable[[Table], object]] = [
+        lambda table: table.insert(keys_from(1, 6_000)),
+        lambda table: table.insert(keys_from(2, 2_000)),  # splits what the first has filled
+        lambda table: table.assign(keys_from(3, 500), np.ones((500, 3), dtype=F32), np.ones((500, 5), dtype=F32)),
+        lambda table: table.lookup(np.arange(3_000), np.empty((3_000, 3), dtype=F32), True),
+        lambda table: table.erase(np.arange(0, 3_000, 2)),
+        lambda table: table.insert(np.arange(3_000)),
+    ]
+
+    def table_before(call: int) -> Table:
+        table = Table("t", 3, state_dim=5, with_filter=True, num_threads=1, split_above=900, index_seed=1)
+        for earlier in calls[:call]:
+            earlier(table)
+        return table
+
+    raised = 0
+    for number, call in enumerate(calls):
+        table = table_before(number)
+        call(table)
+        after = content(table, probe)
+        for countdown in range(1000):
+            table = table_before(number)
+            before = content(table, probe)
+            refuse_memory(countdown)
+            try:
+                call(table)
+            except HostMemoryError as error:
+                refuse_memory(-1)
+                raised += 1
+                assert "'t'" in str(error)
+                table.check()
+                assert content(table, probe) == before
+                call(table)  # nothing that is needed was lost
+            refused = refuse_memory(-1) < 0
+            table.check()
+            assert content(table, probe)[1:3] == after[1:3]
+            if not refused:
+                break
+    assert raised >= 40
+    assert table.stats()["partitions"] > 4

@@ -24,7 +24,7 @@ from libc.string cimport memcpy, memset
 from posix.unistd cimport getpid
 
 from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_memory_room
-from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_vshard, ec_xxh3
+from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_xxh3
 from embcache._core.index cimport ec_index, ec_index_free, ec_index_init
 from embcache._core.threads cimport parallel_for, resolve_threads
 

@@ -1,0 +1,94 @@
+"""Lines of CASES.md about memory, processes and everyday use: 30, 62, 63, 66 and 67 (the others: see README.md here)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import embcache as ec
+from promises.strategies import one_feature
+
+
+@pytest.mark.parametrize("slots", [1, 3, 100, 257, 1000, 4097])
+def test_case_30_growth_at_sizes_that_are_no_power_of_two(slots: int) -> None:
+    """Buffer, planner and table go through every number of rows up to the limit, and hold exactly what they may."""
+    tables = [ec.TableConfig("f", 4, num_embeddings=slots, initializer=ec.Zeros())]
+    ebc = ec.EmbeddingBagCollection(tables, optimizer=ec.SGD(lr=1.0))
+    step = max(1, slots // 7)
+    for start in range(0, 2 * slots, step):
+        keys = range(start, min(start + step, 2 * slots))
+        (-ebc(one_feature(keys))["f"]).sum().backward()
+    stats = ebc.manager.stats()
+    assert stats["capacity"] == stats["resident"] == slots and stats["rows"] == 2 * slots
+    values = ebc.tables()["f"].lookup(np.arange(2 * slots), insert=False)
+    assert (values == 1).all()
+
+
+def test_case_62_nothing_lives_in_shared_memory() -> None:
+    """A container's tiny /dev/shm: no door may put anything there."""
+    before = sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
+    ebc = ec.EmbeddingBagCollection([ec.TableConfig("f", 64)], optimizer=ec.Adam(lr=0.1))
+    ebc(one_feature(range(20_000))).values().sum().backward()
+    with open("/proc/self/maps") as maps:
+        mapped = [line for line in maps if "/dev/shm" in line and "embcache" in line.lower()]
+    assert mapped == []
+    assert not os.path.isdir("/dev/shm") or sorted(os.listdir("/dev/shm")) == before
+
+
+def test_case_63_moving_the_module_moves_no_table() -> None:
+    """``.cuda()`` and its like hand every tensor that moves to a function: it never sees a row of a table."""
+    ebc = ec.EmbeddingBagCollection([ec.TableConfig("f", 8)], optimizer=ec.Adagrad(lr=0.1))
+    ebc(one_feature(range(1000))).values().sum().backward()
+    model = torch.nn.Sequential(ebc, torch.nn.Linear(8, 1))
+    seen: list[int] = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.numel())
+        return tensor
+
+    model._apply(move)
+    assert max(seen) == 8 and sum(seen) < 100
+    assert list(ebc.parameters()) == list(ebc.buffers()) == [] and not ebc.state_dict()
+    buffer = ebc.manager.buffer.weights[0]
+    ebc.to("cpu")
+    assert ebc.manager.buffer.weights[0] is buffer
+
+
+def read_in_a_worker(batch: ec.JaggedFeatures, config: ec.TableConfig, optimizer: ec.OptimizerSpec) -> tuple:
+    """What a spawned worker of a DataLoader is sent, and what it sends back."""
+    doubled = ec.JaggedFeatures(batch.keys(), batch.values() * 2, batch.lengths())
+    return doubled, config, optimizer
+
+
+def test_case_66_what_a_spawned_worker_needs_can_be_sent_to_it() -> None:
+    batch = ec.JaggedFeatures(["f"], torch.tensor([1, -5, 2**62]), torch.tensor([2, 0, 1]))
+    config = ec.TableConfig(
+        "f", 8, initializer=ec.Normal(0.0, 0.1), admit_and_evict=ec.AdmitAndEvictConfig(admit_threshold=2)
+    )
+    sent = (batch, config, ec.Adam(lr=0.1))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        doubled, back, optimizer = pool.apply(read_in_a_worker, sent)
+    assert doubled.values().tolist() == [2, -10, -(2**63)] and (back, optimizer) == sent[1:]
+
+
+@pytest.mark.parametrize("what", ["collection", "manager", "optimizer", "table"])
+def test_case_66_what_cannot_be_sent_says_what_to_do(what: str) -> None:
+    ebc = ec.EmbeddingBagCollection([ec.TableConfig("f", 8)])
+    things = {"collection": ebc, "manager": ebc.manager, "optimizer": ebc.optimizer, "table": ec.EmbTable("t", 8)}
+    with pytest.raises(ec.ConfigError, match=r"make a new one|Make a new one|state_dict|items\(\)|directory"):
+        pickle.dumps(things[what])
+
+
+def test_case_67_a_full_tier_is_named_with_its_size_and_its_knob() -> None:
+    ebc = ec.EmbeddingBagCollection([ec.TableConfig("clicks", 8, ["f"], hbm_rows=10)])
+    with pytest.raises(ec.HbmCapacityError, match=r"clicks.* 11 slots.* 10 .*hbm_rows") as caught:
+        ebc(one_feature(range(11)))
+    error = caught.value
+    assert (error.table, error.need, error.have, error.never_fits) == ("clicks", 11, 10, True)
+    with pytest.raises(ec.ConfigError, match=r"hbm_bytes.*\d+ bytes"):
+        ec.EmbeddingBagCollection([ec.TableConfig("f", 8)], hbm_bytes=10)

@@ -57,7 +57,9 @@ class EmbCacheManager:
         and grows while no plan is outstanding, up to 60 % of the free memory. (The collections' own forwards between
         plan and update do not count: their slots may move.)
     policy : str
-        How a victim is chosen: ``"lru"``.
+        Whose slot is taken where room is needed: ``"lru"`` (the least recently used), ``"lfu"`` (the least often used,
+        aged) or ``"s3fifo"`` (new keys prove themselves first). It decides how many rows move, never what is trained;
+        `embcache.simulate` counts hits over a trace.
     num_threads : int, optional
         Threads of planning and row kernels. Results never depend on it.
 

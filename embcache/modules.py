@@ -255,6 +255,7 @@ class EmbeddingBagCollection(CachedCollection):
     hbm_bytes : int, optional
         Device bytes for rows with their state; see `EmbCacheManager`.
     policy : str
+        Whose slot is taken where room is needed: ``"lru"``, ``"lfu"`` or ``"s3fifo"``; see `EmbCacheManager`.
     accumulate : int
         Backward passes that make one update, on their summed gradient.
     num_threads : int, optional

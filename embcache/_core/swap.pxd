@@ -30,19 +30,26 @@ cdef extern from "ec_cache.h":
     ctypedef struct ec_slotset:
         int64_t count
 
+    ctypedef struct ec_ghost:
+        int64_t span
+
+    ctypedef struct ec_policy:
+        ec_ghost ghost
+
     ctypedef struct ec_cache:
         int64_t capacity
         ec_slot *slots
         uint8_t *state
         ec_slotset free
         ec_slotset dying
+        ec_policy policy
         int64_t live
         int64_t pinned
         int64_t limbo_count
         void (*row_free)(void *table, int64_t key, int64_t row) noexcept nogil
         void *table
 
-    int ec_cache_init(ec_cache *c, int64_t capacity, uint64_t seed) noexcept nogil
+    int ec_cache_init(ec_cache *c, int64_t capacity, int policy, uint64_t seed) noexcept nogil
     int ec_cache_grow(ec_cache *c, int64_t capacity) noexcept nogil
     void ec_cache_free(ec_cache *c) noexcept nogil
 
@@ -71,7 +78,8 @@ cdef extern from "ec_plan.h":
     void ec_plan_finish(ec_side *s, ec_part *p) noexcept nogil
     int ec_side_slot_dead(const ec_side *s, const ec_slot *slot) noexcept nogil
     void ec_side_count_dead(const ec_side *s, int64_t *rows, int64_t *waiting) noexcept nogil
-    void ec_side_recency(const ec_side *s, int64_t *keys) noexcept nogil
+    void ec_side_standings(const ec_side *s, int64_t *keys, int64_t *ranks, int64_t *versions, int64_t *counts) noexcept nogil
+    int64_t ec_side_ghosts(const ec_side *s, int64_t *keys) noexcept nogil
     void ec_side_retire(ec_side *s) noexcept nogil
     int64_t ec_side_scan(const ec_side *s, int64_t *cursor, int64_t *keys, int64_t *counts, int64_t *last, int64_t most) noexcept nogil
     int ec_side_load(ec_side *s, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n, int64_t newest) noexcept nogil
@@ -130,6 +138,8 @@ cdef extern from "ec_phases.h":
     void ec_phase_decide(void *work, int64_t t) noexcept nogil
     void ec_phase_bear(void *work, int64_t t) noexcept nogil
     void ec_bear(ec_work *w, int64_t t, int threads) noexcept nogil
+
+cdef extern from "ec_place.h":
     void ec_phase_place(void *work, int64_t t) noexcept nogil
     void ec_phase_emit(void *work, int64_t t) noexcept nogil
 

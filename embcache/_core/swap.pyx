@@ -1,13 +1,14 @@
 """The planner: which rows a batch needs in HBM, where they go, and which rows make room for them.
 
-Owns the slots of all tables of a collection (ec_cache.h), the feature filters, the order of use (ec_lru.h) and the
+Owns the slots of all tables of a collection (ec_cache.h), the feature filters, the policy of victims (ec_policy.h) and the
 journal of every plan that has not finished (ec_plan.h). It moves no row itself: a plan says what to move, and the
 ``mark_*`` calls tell the planner that it has been done. One core call plans all tables of a batch (ec_phases.h).
 
 Invariants: a slot that an unfinished plan uses is never a victim (I2); a plan either succeeds or leaves everything as it
 was (I3); everything in a plan is a function of state and batch, at any number of threads (I4). Slots are chosen so: a
 resident key keeps its slot; a new one gets the smallest free slot, else the smallest slot whose key was evicted, else
-that of the least recently used key that is not pinned, by (step, position in the batch).
+that of the next victim of the policy that is not pinned (`"lru"`: the least recently used one, by step and position in the
+batch). Victims are chosen once the batch's own residents are pinned, all before the first new key comes in.
 
 Thread safety: every door takes one mutex with the GIL released, and the locks of the host tables it changes.
 """
@@ -52,7 +53,7 @@ from embcache._core.table cimport (
 )
 from embcache._core.threads cimport parallel_for, resolve_threads
 
-POLICIES = ("lru",)
+POLICIES = ("lru", "lfu", "s3fifo")  # by EC_LRU ...
 PEEK_ABSENT = EC_PEEK_ABSENT
 PEEK_SLOT = EC_PEEK_SLOT
 PEEK_ROW = EC_PEEK_ROW
@@ -79,8 +80,10 @@ cdef const int64_t[::1] int64_array(str what, object values, int64_t length):
 
 cdef int policy_number(object policy) except -1:
     """Number of a policy; ConfigError where this version does not have it."""
-    if policy not in POLICIES:
-        raise ConfigError(f"policy = {policy!r}; this version has {', '.join(map(repr, POLICIES))}")
+    if policy == "lookahead":
+        raise ConfigError('policy = "lookahead" needs to see the batches to come, which no planner does yet; simulate() has it')
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise ConfigError(f"policy = {policy!r}; give one of {', '.join(map(repr, POLICIES))}")
     return POLICIES.index(policy)
 
 
@@ -101,7 +104,7 @@ cdef class SwapManager:
     filters : sequence of AdmitAndEvictConfig or None, optional
         One entry a table; a table with a filter must have been made ``with_filter``.
     policy : str
-        ``"lru"``.
+        Whose slot is taken where room is needed: ``"lru"``, ``"lfu"`` or ``"s3fifo"`` (ec_policy.h says how they choose).
     num_threads : int, optional
         At most this many threads plan a batch; nothing observable depends on it.
     sweep_rows : int, optional
@@ -139,7 +142,7 @@ cdef class SwapManager:
         cdef int64_t count = len(self.tables)
         capacities = list(capacities)
         configs = [None] * count if filters is None else list(filters)
-        policy_number(policy)
+        cdef int policy_kind = policy_number(policy)
         self.num_threads = resolve_threads(num_threads)
         slice_rows = whole_number(sweep_rows)
         if slice_rows is None or not 1 <= slice_rows < 2**62:
@@ -180,7 +183,7 @@ cdef class SwapManager:
             side.table = (<Table>self.tables[t]).t
             if self.filters[t] is not None:
                 side.filter = &(<FeatureFilter>self.filters[t]).f
-            if ec_cache_init(&side.cache, capacities[t], random_seed()) != EC_OK:
+            if ec_cache_init(&side.cache, capacities[t], policy_kind, random_seed()) != EC_OK:
                 raise host_memory(f"making {capacities[t]} slots for table {self.tables[t].name!r}")
             side.cache.row_free = ec_side_row_free
             side.cache.table = side.table
@@ -414,6 +417,10 @@ cdef class SwapManager:
             return status
 
         parallel_for(ec_phase_place, w, w.tables, threads)
+        for t in range(w.tables):
+            if w.parts[t].status != EC_OK:
+                self.undo(w.parts)
+                return w.parts[t].status
         ec_arrays_out_offsets(w)
         parallel_for(ec_phase_emit, w, w.tables, threads)
         return EC_OK
@@ -853,20 +860,36 @@ cdef class SwapManager:
             self.leave()
 
     def recency(self, table):
-        """Keys with a slot (int64), the next victim first: in order of the step and the place in its batch of the last use."""
-        cdef int64_t t
+        """Keys with a slot (int64), the next victim first if none of them is used any more (see `standings`)."""
+        return self.standings(table)["keys"]
+
+    def standings(self, table):
+        """How the keys of a table stand with the policy: all that its choices depend on besides pins.
+
+        Returns
+        -------
+        dict
+            ``keys`` (int64[live]): keys with a slot, by rank, then by when they got their place; under ``"lru"`` and
+            ``"lfu"`` that is the order of eviction. ``ranks``: 0 under ``"lru"``; the priority under ``"lfu"``; 0 in
+            the small list and 1 in the main list under ``"s3fifo"``. ``uses``: as counted by ``"lfu"`` and ``"s3fifo"``.
+            ``ghosts``: keys that ``"s3fifo"`` remembers, in order of their loss.
+        """
+        cdef int64_t t, got
         cdef ec_side *side
-        cdef int64_t[::1] view
+        cdef int64_t[:, ::1] view
+        cdef int64_t[::1] ghost_view
         self.enter()
         try:
             t = self.table_number(table)
             side = &self.work.sides[t]
-            keys = np.empty(side.cache.live, np.int64)
-            if side.cache.live > 0:
-                view = keys
-                with nogil:
-                    ec_side_recency(side, &view[0])
-            return keys
+            found, ghosts = np.empty((4, side.cache.live + 1), np.int64), np.empty(side.cache.policy.ghost.span + 1, np.int64)
+            view, ghost_view = found, ghosts
+            with nogil:
+                ec_side_standings(side, &view[0, 0], &view[1, 0], &view[2, 0], &view[3, 0])
+                got = ec_side_ghosts(side, &ghost_view[0])
+            keys, ranks, versions, uses = found[:, : side.cache.live]
+            order = np.lexsort((versions, ranks))
+            return {"keys": keys[order], "ranks": ranks[order], "uses": uses[order], "ghosts": ghosts[:got]}
         finally:
             self.leave()
 

@@ -8,10 +8,10 @@ does not know is which row index the host table gives to a new key; it is told, 
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from embcache.config import AdmitAndEvictConfig
+from models.policy_model import POLICIES
 
 NEVER = -(2**63)
 
@@ -62,10 +62,11 @@ class PlanModel:
 
 
 class TableModel:
-    def __init__(self, capacity: int, config: AdmitAndEvictConfig | None, base: int) -> None:
+    def __init__(self, capacity: int, config: AdmitAndEvictConfig | None, base: int, policy: str) -> None:
         self.capacity, self.config, self.base = capacity, config, base
+        self.policy = POLICIES[policy](capacity)
         self.rows: dict[int, Row] = {}
-        self.resident: OrderedDict[int, int] = OrderedDict()  # key -> slot, least recently used first
+        self.resident: dict[int, int] = {}  # key -> slot
         self.pins: dict[int, set[int]] = {}  # resident key -> steps of the unfinished plans that use it
         self.free = set(range(capacity))
         self.gone: list[Gone] = []
@@ -159,6 +160,8 @@ class TableModel:
         row = self.rows.pop(key)
         slot = self.resident.pop(key, None)
         pins = self.pins.pop(key, set())
+        if slot is not None:
+            self.policy.leave(key)
         self.gone.append(Gone(key, row.index, step, slot, set(pins)))
         p.killed.append((key, row.index))
 
@@ -177,18 +180,23 @@ class TableModel:
                 count, last = self.waiting.pop(key, (0, NEVER))
                 self.rows[key] = Row(index, count, last)
                 p.born.append(key)
+        spare = len(self.free) + sum(gone.slot is not None and not gone.pins for gone in self.gone)
+        misses = sum(key not in self.resident for key in wanted)
+        pinned = {key for key, pins in self.pins.items() if pins}
+        victims = [self.policy.choose(pinned) for _ in range(misses - spare)]
         for key in wanted:
             if key not in self.resident:
-                slot = self._take_slot(p, step)
+                self.policy.back(key)
+                slot = self._take_slot(p, step, victims)
                 self.resident[key] = slot
                 self.pins[key] = {step}
                 p.swap_in.append((key, self.base + slot, self.rows[key].index))
         for key in wanted:
-            self.resident.move_to_end(key)
+            self.policy.use(key)
         for key, admitted in zip(p.unique, p.admitted, strict=True):
             p.slots.append(self.base + (self.resident[key] if admitted else self.capacity))
 
-    def _take_slot(self, p: PlanModel, step: int) -> int:
+    def _take_slot(self, p: PlanModel, step: int, victims: list[int]) -> int:
         if self.free:
             slot = min(self.free)
             self.free.remove(slot)
@@ -199,7 +207,7 @@ class TableModel:
             slot, gone.slot, gone.writer = gone.slot, None, step
             p.swap_out.append((gone.key, self.base + slot, gone.row))
             return slot
-        victim = next(key for key in self.resident if not self.pins[key])
+        victim = victims.pop(0)
         slot = self.resident.pop(victim)
         del self.pins[victim]
         p.swap_out.append((victim, self.base + slot, self.rows[victim].index))
@@ -233,6 +241,7 @@ class TableModel:
     def drop(self, key: int) -> None:
         if key in self.resident:
             self.free.add(self.resident.pop(key))
+            self.policy.leave(key)
             del self.pins[key]
 
     def put(self, key: int, row: int) -> None:
@@ -263,11 +272,11 @@ class TableModel:
 class PlannerModel:
     """All tables of a collection and the plans that have not finished."""
 
-    def __init__(self, capacities: list[int], configs: list[AdmitAndEvictConfig | None]) -> None:
+    def __init__(self, capacities: list[int], configs: list[AdmitAndEvictConfig | None], policy: str = "lru") -> None:
         self.tables: list[TableModel] = []
         base = 0
         for capacity, config in zip(capacities, configs, strict=True):
-            self.tables.append(TableModel(capacity, config, base))
+            self.tables.append(TableModel(capacity, config, base, policy))
             base += capacity + 1
         self.step = 0
         self.unfinished: dict[int, list[PlanModel]] = {}  # step -> shares, oldest first
@@ -342,6 +351,7 @@ class PlannerModel:
         table = self.tables[t]
         table.free |= set(range(table.capacity, table.capacity + more))
         table.capacity += more
+        table.policy.grow(table.capacity)
         base = 0
         for table in self.tables:
             table.base = base

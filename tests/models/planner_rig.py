@@ -37,14 +37,15 @@ class Rig:
         capacities: list[int],
         configs: list[AdmitAndEvictConfig | None],
         *,
+        policy: str = "lru",
         num_threads: int = 1,
         sweep_rows: int | None = None,
     ) -> None:
         self.tables = [Table(f"table{t}", 1, with_filter=config is not None) for t, config in enumerate(configs)]
         slices = {} if sweep_rows is None else {"sweep_rows": sweep_rows}
-        self.manager = SwapManager(self.tables, capacities, configs, num_threads=num_threads, **slices)
+        self.manager = SwapManager(self.tables, capacities, configs, policy=policy, num_threads=num_threads, **slices)
         self.lazy = sweep_rows is not None  # see take_slots
-        self.model = PlannerModel(capacities, configs)
+        self.model = PlannerModel(capacities, configs, policy)
         for table in self.model.tables:
             table.lazy = self.lazy
         self.plans: list[Plan] = []  # unfinished, oldest first
@@ -280,7 +281,14 @@ class Rig:
                 len(table.resident),
             )
             assert len(self.tables[t]) == len(table.rows)
-            assert self.manager.recency(t).tolist() == list(table.resident)
+            standings = {name: column.tolist() for name, column in self.manager.standings(t).items()}
+            assert standings == {
+                "keys": table.policy.ordered(),
+                "ranks": table.policy.ranks(),
+                "uses": table.policy.uses(),
+                "ghosts": table.policy.ghosts(),
+            }
+            assert set(standings["keys"]) == set(table.resident)
             residents = [column.tolist() for column in self.manager.residents(t)]
             expected = sorted((slot, key) for key, slot in table.resident.items())
             assert residents[0] == [key for _, key in expected]

@@ -1,5 +1,5 @@
 """I9: training with any HBM size that holds one batch's unique rows gives weights, state and filter state bit-identical
-to everything resident, at any thread count.
+to everything resident, at any thread count and policy.
 
 The size of a batch's share is where most faults would show, so half of the sizes drawn are the smallest possible.
 """
@@ -56,11 +56,12 @@ def test_i9_bit_identical_at_any_hbm_size() -> None:
         assert count["swap_out_rows"] == 0 or count["evicted"] > 0
         rows = data.draw(st.sampled_from([None, world.least_rows()]) | sizes(world))
         threads = data.draw(st.sampled_from([1, 2, 5]))
-        collection = make_collection(world, rows, num_threads=threads)
+        policy = data.draw(st.sampled_from(["lru", "lfu", "s3fifo"]))
+        collection = make_collection(world, rows, num_threads=threads, policy=policy)
         found = train(collection, world)
         for step, (one, other) in enumerate(zip(found, outputs, strict=True)):
             assert one == other, f"output {step} with {rows} slots"
-        assert model_state(collection.manager) == state, f"{rows} slots, {threads} threads"
+        assert model_state(collection.manager) == state, f"{rows} slots, {threads} threads, {policy}"
         stats = collection.manager.stats()
         for name in ("admitted", "rejected", "evicted", "forgotten", "born", "rows"):
             assert stats[name] == count[name], name

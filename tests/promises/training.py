@@ -14,11 +14,17 @@ from promises.strategies import World, with_rows
 Collection = Any  # EmbeddingBagCollection or EmbeddingCollection
 
 
-def make_collection(world: World, rows: dict[str, int] | int | None, num_threads: int | None = None) -> Collection:
+def make_collection(
+    world: World, rows: dict[str, int] | int | None, num_threads: int | None = None, policy: str = "lru"
+) -> Collection:
     """The collection of `world` with that many slots a table (None: a buffer that grows)."""
     kind = ec.EmbeddingBagCollection if world.pooled else ec.EmbeddingCollection
     return kind(
-        with_rows(world.tables, rows), optimizer=world.optimizer, accumulate=world.accumulate, num_threads=num_threads
+        with_rows(world.tables, rows),
+        optimizer=world.optimizer,
+        accumulate=world.accumulate,
+        num_threads=num_threads,
+        policy=policy,
     )
 
 

@@ -39,13 +39,14 @@ ordinary_times = st.integers(0, 6)
 
 class PlannerMachine(RuleBasedStateMachine):
     @initialize(
-        tables=st.lists(st.tuples(st.integers(2, 8), filters), min_size=1, max_size=3),
+        tables=st.lists(st.tuples(st.integers(1, 8), filters), min_size=1, max_size=3),
+        policy=st.sampled_from(["lru", "lfu", "s3fifo"]),
         threads=st.sampled_from([1, 2]),
         sweep_rows=st.sampled_from([None, 1, 2, 5, 80]),
     )
-    def start(self, tables, threads, sweep_rows):
+    def start(self, tables, policy, threads, sweep_rows):
         capacities, configs = [capacity for capacity, _ in tables], [config for _, config in tables]
-        self.rig = Rig(capacities, configs, num_threads=threads, sweep_rows=sweep_rows)
+        self.rig = Rig(capacities, configs, policy=policy, num_threads=threads, sweep_rows=sweep_rows)
 
     def batch(self, data, most):
         keys = [data.draw(st.lists(st.sampled_from(KEYS), max_size=most)) for _ in self.rig.tables]
@@ -139,7 +140,7 @@ TestPlannerMachine.settings = settings(
 )
 
 
-def random_run(seed: int, steps: int, sweep_rows: int | None = None) -> dict[str, int]:
+def random_run(seed: int, steps: int, policy: str, sweep_rows: int | None = None) -> dict[str, int]:
     """A long run with the habits of training: a pipeline some batches deep, now and then something unusual."""
     rng = random.Random(seed)
     pool = [rng.choice([1, -1]) * rng.getrandbits(rng.choice([3, 8, 62])) for _ in range(14)] + KEYS[:6]
@@ -159,7 +160,7 @@ def random_run(seed: int, steps: int, sweep_rows: int | None = None) -> dict[str
         for _ in range(rng.randint(1, 3))
     ]
     capacities, threads = [rng.randint(3, 12) for _ in configs], rng.choice([1, 2])
-    rig = Rig(capacities, configs, num_threads=threads, sweep_rows=sweep_rows)
+    rig = Rig(capacities, configs, policy=policy, num_threads=threads, sweep_rows=sweep_rows)
     clock = 0
     for _ in range(steps):
         clock += rng.choice([0, 0, 1, 1, 3])
@@ -188,10 +189,11 @@ def random_run(seed: int, steps: int, sweep_rows: int | None = None) -> dict[str
     return seen
 
 
-def test_long_runs_agree_with_the_model():
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo"])
+def test_long_runs_agree_with_the_model(policy):
     total: Counter[str] = Counter()
-    for seed in range(20 * SOAK):
-        total.update(random_run(seed, 120))
+    for seed in range(12 * SOAK):
+        total.update(random_run(seed, 120, policy))
     assert all(total[name] > 20 for name in ("hits", "swap_out_rows", "evicted", "forgotten", "rejected")), total
     assert all(total[name] > 20 for name in ("zombies", "dying slots taken", "cancelled", "refused")), total
 
@@ -199,6 +201,6 @@ def test_long_runs_agree_with_the_model():
 def test_long_runs_with_sweeps_in_small_slices_agree_with_the_model():
     total: Counter[str] = Counter()
     for seed in range(20 * SOAK):
-        total.update(random_run(seed, 120, sweep_rows=1 + seed % 4 * 9))
+        total.update(random_run(seed, 120, ("lru", "lfu", "s3fifo")[seed % 3], sweep_rows=1 + seed % 4 * 9))
     assert all(total[name] > 20 for name in ("hits", "swap_out_rows", "evicted", "forgotten", "rejected")), total
     assert total["dead not taken away"] > 200 and total["cancelled"] > 20, total

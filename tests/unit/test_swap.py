@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from embcache._core.plan import Plan
-from embcache._core.simulate import simulate
 from embcache._core.swap import (
     PEEK_ABSENT,
     PEEK_DEFAULT,
@@ -76,7 +75,11 @@ def state(manager):
     """Everything about a manager that a plan could change."""
     tables = range(manager.num_tables)
     seen = [
-        (manager.recency(t).tolist(), [column.tolist() for column in manager.residents(t)], manager.stats()[t])
+        (
+            {name: column.tolist() for name, column in manager.standings(t).items()},
+            [column.tolist() for column in manager.residents(t)],
+            manager.stats()[t],
+        )
         for t in tables
     ]
     return seen, manager.step, manager.outstanding
@@ -607,7 +610,7 @@ def test_i11_bad_construction():
         (([table], [1], [config]), {}, "with_filter"),
         (([table], [1], ["count"]), {}, "AdmitAndEvictConfig"),
         (([table, other], [1, 1], [None]), {}, "1 filters"),
-        (([table], [1]), {"policy": "lfu"}, "policy = 'lfu'"),
+        (([table], [1]), {"policy": "lfr"}, "policy = 'lfr'"),
         (([table], [1]), {"num_threads": 0}, "num_threads"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -704,43 +707,3 @@ def test_peek_from_another_thread_while_plans_are_made():
     stop.set()
     reader.join()
     assert not wrong
-
-
-# ------------------------------------------------------------------------------------------------------------- simulate
-
-
-def hits_by_hand(keys, capacity):
-    order, hits = [], 0
-    for key in keys:
-        if key in order:
-            hits += 1
-            order.remove(key)
-        elif len(order) == capacity:
-            order.pop(0)
-        order.append(key)
-    return hits
-
-
-@pytest.mark.parametrize("capacity", [1, 2, 7, 50, 10**12])
-def test_simulate_replays_lru(capacity):
-    keys = (np.random.default_rng(3).zipf(1.3, 3000) % 97).astype(np.int64) - 40
-    assert simulate(keys, capacity) == hits_by_hand(keys.tolist(), capacity)
-
-
-def test_simulate_agrees_with_the_planner():
-    keys = (np.random.default_rng(4).zipf(1.3, 800) % 37).astype(np.int64)
-    manager, _ = make(5)
-    assert simulate(keys, 5) == sum(run(manager, [key]).hits for key in keys)
-
-
-def test_simulate_checks_its_arguments():
-    assert simulate(ints(), 3) == 0
-    for arguments, message in [
-        ((ints(1), 0), "capacity = 0"),
-        ((ints(1), 1, "belady"), "belady"),
-        ((ints(1), 1, "lru", 4), "lookahead"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            simulate(*arguments)
-    with pytest.raises(ShapeError):
-        simulate([1, 2], 2)

@@ -8,7 +8,7 @@
  * evicting plan until it finishes, one while its slot is pinned, one while a plan that took its slot has yet to write
  * the row back. With the last hold go the row and, where it is still there, the slot.
  *
- * Invariants: LIVE = in index = in the policy's list; FREE = in `free`; pins > 0 only where LIVE or LIMBO.
+ * Invariants: LIVE = in index = with a standing in the policy; FREE = in `free`; pins > 0 only where LIVE or LIMBO.
  * Every change has an exact inverse, to be called in reverse order; none of the inverses can fail.
  */
 #ifndef EC_CACHE_H
@@ -18,21 +18,12 @@
 #include <string.h>
 
 #include "ec_index.h"
-#include "ec_lru.h"
+#include "ec_policy.h"
 #include "ec_slotset.h"
 #include "ec_vec.h"
 
-enum { EC_SLOT_FREE = 0, EC_SLOT_LIVE = 1, EC_SLOT_LIMBO = 2 };
 enum { EC_FROM_FREE = 0, EC_FROM_DYING = 1, EC_FROM_VICTIM = 2 };
 #define EC_NO_LIMBO UINT32_MAX
-
-/* What a slot holds. Counters are authoritative while the key is LIVE; the host columns are stale then. */
-typedef struct {
-    int64_t key;
-    int64_t row;
-    int64_t freq;
-    int64_t last;
-} ec_slot;
 
 /* An evicted key whose row is not given back yet. */
 typedef struct {
@@ -45,14 +36,14 @@ typedef struct {
 typedef struct {
     int64_t capacity;
     ec_index index; /* key -> slot of LIVE slots */
-    ec_block slots_block, pins_block, state_block, limbo_of_block;
+    ec_block slots_block, seats_block, state_block, limbo_of_block;
     ec_slot *slots;
-    int32_t *pins;       /* unfinished plans that use the slot */
+    ec_seat *seats;
     uint8_t *state;
     uint32_t *limbo_of;  /* of LIMBO slots */
     ec_slotset free;
     ec_slotset dying;    /* LIMBO without pins */
-    ec_lru lru;
+    ec_policy policy;
     int64_t live;
     int64_t pinned;      /* slots with pins > 0, LIVE or LIMBO */
     ec_vec limbo;        /* of ec_limbo */
@@ -66,24 +57,10 @@ typedef struct {
 
 /* ------------------------------------------------------------------------------------------------------------ records */
 
-/* A slot's place in the policy, to put it back. */
-typedef struct {
-    uint32_t prev;
-    uint32_t place;
-    int64_t step;
-} ec_standing;
-
-typedef struct {
-    uint32_t slot;
-    uint32_t was_live; /* whether it had a place in the list before */
-    ec_standing standing;
-} ec_touch;
-
 typedef struct {
     uint32_t slot;
     uint32_t from;  /* EC_FROM_... */
     uint32_t limbo; /* EC_FROM_DYING: entry that waits for the write-back */
-    ec_standing standing;
     ec_slot before;
     int64_t host_freq, host_last; /* EC_FROM_VICTIM with counters: host columns before the merge */
     int64_t unique;               /* which of the table's unique keys came in */
@@ -92,7 +69,7 @@ typedef struct {
 typedef struct {
     uint32_t slot; /* EC_NO_SLOT: the key was not resident */
     uint32_t limbo;
-    ec_standing standing;
+    ec_stood stood;
 } ec_kill;
 
 /* ---------------------------------------------------------------------------------------------------------- lifetime */
@@ -100,35 +77,36 @@ typedef struct {
 static inline void ec_cache_free(ec_cache *c) {
     ec_index_free(&c->index);
     ec_block_drop(&c->slots_block);
-    ec_block_drop(&c->pins_block);
+    ec_block_drop(&c->seats_block);
     ec_block_drop(&c->state_block);
     ec_block_drop(&c->limbo_of_block);
     ec_slotset_free(&c->free);
     ec_slotset_free(&c->dying);
-    ec_lru_free(&c->lru);
+    ec_policy_free(&c->policy);
     ec_vec_free(&c->limbo);
     ec_vec_free(&c->limbo_unused);
     c->slots = NULL;
-    c->pins = NULL;
+    c->seats = NULL;
     c->state = NULL;
     c->limbo_of = NULL;
     c->capacity = c->live = c->pinned = c->limbo_count = 0;
 }
 
-/* An empty cache of `capacity` slots (at most 2^31 - 1). On EC_NOMEM nothing is held. */
-static inline int ec_cache_init(ec_cache *c, int64_t capacity, uint64_t seed) {
+/* An empty cache of `capacity` slots (at most 2^31 - 1), `policy` being EC_LRU, ... On EC_NOMEM nothing is held. */
+static inline int ec_cache_init(ec_cache *c, int64_t capacity, int policy, uint64_t seed) {
     memset(c, 0, sizeof *c);
     ec_index_init(&c->index, seed);
     const size_t n = (size_t)capacity;
-    if (ec_block_take(&c->slots_block, n * sizeof(ec_slot)) || ec_block_take(&c->pins_block, n * sizeof(int32_t)) ||
+    if (ec_block_take(&c->slots_block, n * sizeof(ec_slot)) || ec_block_take(&c->seats_block, n * sizeof(ec_seat)) ||
         ec_block_take(&c->state_block, n) || ec_block_take(&c->limbo_of_block, n * sizeof(uint32_t)) ||
-        ec_slotset_init(&c->free, capacity) || ec_slotset_init(&c->dying, capacity) || ec_lru_init(&c->lru, capacity)) {
+        ec_slotset_init(&c->free, capacity) || ec_slotset_init(&c->dying, capacity) ||
+        ec_policy_init(&c->policy, policy, capacity, seed)) {
         ec_cache_free(c);
         return EC_NOMEM;
     }
     c->capacity = capacity;
     c->slots = (ec_slot *)c->slots_block.data;
-    c->pins = (int32_t *)c->pins_block.data;
+    c->seats = (ec_seat *)c->seats_block.data;
     c->state = (uint8_t *)c->state_block.data;
     c->limbo_of = (uint32_t *)c->limbo_of_block.data;
     for (int64_t slot = 0; slot < capacity; slot++) ec_slotset_add(&c->free, (uint32_t)slot);
@@ -169,7 +147,7 @@ static inline void ec_limbo_release(ec_cache *c, uint32_t id) {
     EC_ASSERT(limbo->holds > 0);
     if (--limbo->holds > 0) return;
     if (limbo->slot != EC_NO_SLOT) {
-        EC_ASSERT(c->pins[limbo->slot] == 0 && ec_slotset_has(&c->dying, limbo->slot));
+        EC_ASSERT(c->seats[limbo->slot].pins == 0 && ec_slotset_has(&c->dying, limbo->slot));
         ec_slotset_remove(&c->dying, limbo->slot);
         ec_slotset_add(&c->free, limbo->slot);
         c->state[limbo->slot] = EC_SLOT_FREE;
@@ -181,81 +159,61 @@ static inline void ec_limbo_release(ec_cache *c, uint32_t id) {
 /* ---------------------------------------------------------------------------------------------------------------- pins */
 
 static inline void ec_cache_pin(ec_cache *c, uint32_t slot) {
-    if (c->pins[slot]++ == 0) c->pinned++;
+    if (c->seats[slot].pins++ == 0) c->pinned++;
 }
 
 /* Takes back one pin; with the last one an evicted key's slot becomes takeable or, its plan finished, free. */
 static inline void ec_cache_unpin(ec_cache *c, uint32_t slot) {
-    EC_ASSERT(c->pins[slot] > 0);
-    if (--c->pins[slot] > 0) return;
+    ec_seat *seat = &c->seats[slot];
+    EC_ASSERT(seat->pins > 0);
+    if (--seat->pins > 0) return;
     c->pinned--;
-    if (c->state[slot] == EC_SLOT_LIMBO) {
+    if (seat->standing.version == 0 && c->state[slot] == EC_SLOT_LIMBO) {
         ec_slotset_add(&c->dying, slot);
         ec_limbo_release(c, c->limbo_of[slot]);
     }
 }
 
-/* --------------------------------------------------------------------------------------------------------------- touch */
-
-static inline ec_standing ec_cache_standing(const ec_cache *c, uint32_t slot) {
-    const ec_lru_node *node = &c->lru.nodes[slot];
-    return (ec_standing){node->prev, node->place, node->step};
-}
-
-/* Makes a pinned LIVE slot the most recently used. */
-static inline ec_touch ec_cache_touch(ec_cache *c, uint32_t slot, int64_t step, uint32_t place) {
-    ec_touch record = {slot, c->lru.nodes[slot].step != 0, ec_cache_standing(c, slot)};
-    if (record.was_live) ec_lru_unlink(&c->lru, slot);
-    ec_lru_append(&c->lru, slot, step, place);
-    return record;
-}
-
-static inline void ec_cache_untouch(ec_cache *c, const ec_touch *record) {
-    ec_lru_unlink(&c->lru, record->slot);
-    if (record->was_live)
-        ec_lru_restore(&c->lru, record->slot, record->standing.prev, record->standing.step, record->standing.place);
-}
-
 /* ---------------------------------------------------------------------------------------------------------------- take */
 
-/* Gives a key a slot and pins it: the smallest free one, else the smallest dying one, else the policy's victim at or
- * after *cursor. The caller has made sure that there is one and has reserved room in `index`. The key is touched later. */
-static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t hash, int64_t row, uint32_t *cursor) {
+/* Gives a key a slot and pins it: `victim`, which the policy has chosen, or where that is EC_NO_SLOT the smallest free
+ * one, or else the smallest dying one. The caller has reserved room in `index`. The key is touched later. */
+static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t hash, int64_t row, uint32_t victim, ec_choice *choice) {
     ec_take_record record = {0};
-    uint32_t slot = ec_slotset_first(&c->free);
-    if (slot != EC_NO_SLOT) {
+    uint32_t slot = victim;
+    if (victim != EC_NO_SLOT) {
+        record.from = EC_FROM_VICTIM;
+        ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
+    } else if ((slot = ec_slotset_first(&c->free)) != EC_NO_SLOT) {
         record.from = EC_FROM_FREE;
         ec_slotset_remove(&c->free, slot);
-    } else if ((slot = ec_slotset_first(&c->dying)) != EC_NO_SLOT) {
+        c->live++;
+    } else {
+        slot = ec_slotset_first(&c->dying);
+        EC_ASSERT(slot != EC_NO_SLOT);
         record.from = EC_FROM_DYING;
         record.limbo = c->limbo_of[slot];
         ec_slotset_remove(&c->dying, slot);
         EC_GONE(c, record.limbo).slot = EC_NO_SLOT;
         EC_GONE(c, record.limbo).holds++;
-    } else {
-        slot = ec_lru_victim(&c->lru, c->pins, *cursor);
-        EC_ASSERT(slot != EC_NO_SLOT);
-        record.from = EC_FROM_VICTIM;
-        record.standing = ec_cache_standing(c, slot);
-        *cursor = c->lru.nodes[slot].next;
-        ec_lru_unlink(&c->lru, slot);
-        ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
-        c->live--;
+        c->live++;
     }
     record.slot = slot;
     record.before = c->slots[slot];
     c->slots[slot] = (ec_slot){key, row, 0, 0};
     c->state[slot] = EC_SLOT_LIVE;
-    c->live++;
     ec_index_insert(&c->index, key, hash, slot);
     ec_cache_pin(c, slot);
+    ec_policy_welcome(&c->policy, &c->seats[slot], key, hash, choice);
     return record;
 }
 
+/* The standing of a victim comes back by itself (ec_policy_undo). */
 static inline void ec_cache_untake(ec_cache *c, const ec_take_record *record) {
     const uint32_t slot = record->slot;
-    EC_ASSERT(c->state[slot] == EC_SLOT_LIVE && c->pins[slot] == 1);
+    EC_ASSERT(c->state[slot] == EC_SLOT_LIVE && c->seats[slot].pins == 1);
     ec_cache_unpin(c, slot);
+    c->seats[slot].standing = (ec_standing){0};
     ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
     c->live--;
     c->slots[slot] = record->before;
@@ -271,7 +229,6 @@ static inline void ec_cache_untake(ec_cache *c, const ec_take_record *record) {
     } else {
         ec_index_insert(&c->index, record->before.key, ec_hash(record->before.key), slot);
         c->live++;
-        ec_lru_restore(&c->lru, slot, record->standing.prev, record->standing.step, record->standing.place);
     }
 }
 
@@ -280,31 +237,30 @@ static inline void ec_cache_untake(ec_cache *c, const ec_take_record *record) {
 /* Evicts a LIVE slot's key. Needs ec_limbo_reserve(). The caller unmaps the key in the host table. */
 static inline ec_kill ec_cache_kill(ec_cache *c, uint32_t slot) {
     const ec_slot *it = &c->slots[slot];
-    ec_kill record = {slot, 0, ec_cache_standing(c, slot)};
-    ec_lru_unlink(&c->lru, slot);
+    ec_kill record = {slot, 0, ec_policy_leave(&c->policy, c->seats, slot)};
     ec_index_erase(&c->index, it->key, ec_hash(it->key));
     c->live--;
-    record.limbo = ec_limbo_new(c, it->key, it->row, slot, c->pins[slot] ? 2 : 1);
+    record.limbo = ec_limbo_new(c, it->key, it->row, slot, c->seats[slot].pins ? 2 : 1);
     c->state[slot] = EC_SLOT_LIMBO;
     c->limbo_of[slot] = record.limbo;
-    if (c->pins[slot] == 0) ec_slotset_add(&c->dying, slot);
+    if (c->seats[slot].pins == 0) ec_slotset_add(&c->dying, slot);
     return record;
 }
 
 /* Evicts a key that is not resident. Needs ec_limbo_reserve(). */
 static inline ec_kill ec_cache_kill_row(ec_cache *c, int64_t key, int64_t row) {
-    return (ec_kill){EC_NO_SLOT, ec_limbo_new(c, key, row, EC_NO_SLOT, 1), {0}};
+    return (ec_kill){EC_NO_SLOT, ec_limbo_new(c, key, row, EC_NO_SLOT, 1), {{0}, EC_NO_SLOT, EC_NO_SLOT}};
 }
 
 /* Undoes either kill; the caller maps the key in the host table again. Room in `index` was never given away. */
 static inline void ec_cache_unkill(ec_cache *c, const ec_kill *record) {
     const uint32_t slot = record->slot;
     if (slot != EC_NO_SLOT) {
-        if (c->pins[slot] == 0) ec_slotset_remove(&c->dying, slot);
+        if (c->seats[slot].pins == 0) ec_slotset_remove(&c->dying, slot);
         c->state[slot] = EC_SLOT_LIVE;
         c->live++;
         ec_index_insert(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key), slot);
-        ec_lru_restore(&c->lru, slot, record->standing.prev, record->standing.step, record->standing.place);
+        ec_policy_restore(&c->policy, c->seats, &record->stood);
     }
     ec_limbo_forget(c, record->limbo);
 }
@@ -313,8 +269,8 @@ static inline void ec_cache_unkill(ec_cache *c, const ec_kill *record) {
 
 /* Empties an unpinned LIVE slot; what it held is not written back. */
 static inline void ec_cache_drop(ec_cache *c, uint32_t slot) {
-    EC_ASSERT(c->state[slot] == EC_SLOT_LIVE && c->pins[slot] == 0);
-    ec_lru_unlink(&c->lru, slot);
+    EC_ASSERT(c->state[slot] == EC_SLOT_LIVE && c->seats[slot].pins == 0);
+    ec_policy_leave(&c->policy, c->seats, slot);
     ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
     c->state[slot] = EC_SLOT_FREE;
     c->live--;
@@ -325,16 +281,19 @@ static inline void ec_cache_drop(ec_cache *c, uint32_t slot) {
 static inline int ec_cache_grow(ec_cache *c, int64_t capacity) {
     ec_cache wider;
     EC_ASSERT(capacity >= c->capacity);
-    if (ec_cache_init(&wider, capacity, c->index.seed) != EC_OK) return EC_NOMEM;
+    if (ec_cache_init(&wider, capacity, c->policy.kind, c->index.seed) != EC_OK) return EC_NOMEM;
+    if (ec_policy_grow(&c->policy, capacity) != EC_OK) {
+        ec_cache_free(&wider);
+        return EC_NOMEM;
+    }
+    const ec_policy unused = wider.policy;
+    wider.policy = c->policy;
+    c->policy = unused;
     const size_t n = (size_t)c->capacity;
     memcpy(wider.slots, c->slots, n * sizeof(ec_slot));
-    memcpy(wider.pins, c->pins, n * sizeof(int32_t));
+    memcpy(wider.seats, c->seats, n * sizeof(ec_seat));
     memcpy(wider.state, c->state, n);
     memcpy(wider.limbo_of, c->limbo_of, n * sizeof(uint32_t));
-    memcpy(wider.lru.nodes, c->lru.nodes, n * sizeof(ec_lru_node));
-    wider.lru.head = c->lru.head;
-    wider.lru.tail = c->lru.tail;
-    wider.lru.size = c->lru.size;
     for (uint32_t slot = 0; slot < (uint32_t)n; slot++)
         if (c->state[slot] != EC_SLOT_FREE) {
             ec_slotset_remove(&wider.free, slot);
@@ -359,38 +318,34 @@ static inline int ec_cache_grow(ec_cache *c, int64_t capacity) {
 
 /* EC_OK, or EC_BROKEN where an invariant does not hold. O(capacity). */
 static inline int ec_cache_check(const ec_cache *c) {
-    int64_t live = 0, pinned = 0, free_slots = 0, dying = 0, limbo_slots = 0, limbo = 0, listed = 0, longest;
+    int64_t live = 0, pinned = 0, free_slots = 0, dying = 0, limbo_slots = 0, limbo = 0, longest;
     const int status = ec_index_check(&c->index, &longest);
     if (status != EC_OK) return status;
     for (uint32_t slot = 0; slot < (uint32_t)c->capacity; slot++) {
         const ec_slot *it = &c->slots[slot];
-        const int in_list = c->lru.nodes[slot].step != 0;
-        if (c->pins[slot] < 0) return EC_BROKEN;
-        pinned += c->pins[slot] > 0;
+        const int placed = c->seats[slot].standing.version != 0, pins = c->seats[slot].pins;
+        if (pins < 0) return EC_BROKEN;
+        pinned += pins > 0;
         free_slots += ec_slotset_has(&c->free, slot);
         dying += ec_slotset_has(&c->dying, slot);
         if (c->state[slot] == EC_SLOT_LIVE) {
             live++;
-            if (ec_index_find(&c->index, it->key, ec_hash(it->key)) != (int64_t)slot || !in_list) return EC_BROKEN;
+            if (ec_index_find(&c->index, it->key, ec_hash(it->key)) != (int64_t)slot || !placed) return EC_BROKEN;
         } else if (c->state[slot] == EC_SLOT_FREE) {
-            if (c->pins[slot] != 0 || !ec_slotset_has(&c->free, slot) || in_list) return EC_BROKEN;
+            if (pins != 0 || !ec_slotset_has(&c->free, slot) || placed) return EC_BROKEN;
         } else {
             const ec_limbo *entry = &EC_GONE(c, c->limbo_of[slot]);
             limbo_slots++;
-            if (entry->holds == 0 || entry->slot != slot || entry->key != it->key || entry->row != it->row || in_list) return EC_BROKEN;
-            if ((c->pins[slot] == 0) != ec_slotset_has(&c->dying, slot)) return EC_BROKEN;
+            if (entry->holds == 0 || entry->slot != slot || entry->key != it->key || entry->row != it->row || placed) return EC_BROKEN;
+            if ((pins == 0) != ec_slotset_has(&c->dying, slot)) return EC_BROKEN;
         }
     }
-    for (uint32_t slot = c->lru.head, prev = EC_NO_SLOT; slot != EC_NO_SLOT; prev = slot, slot = c->lru.nodes[slot].next) {
-        if (c->lru.nodes[slot].prev != prev || listed++ > c->capacity) return EC_BROKEN;
-        if (prev != EC_NO_SLOT && !ec_lru_before(&c->lru.nodes[prev], c->lru.nodes[slot].step, c->lru.nodes[slot].place)) return EC_BROKEN;
-    }
     for (int64_t id = 0; id < c->limbo.size; id++) limbo += EC_GONE(c, id).holds > 0;
-    if (live != c->live || live != c->index.size || live != listed || listed != c->lru.size) return EC_BROKEN;
+    if (live != c->live || live != c->index.size || live != c->policy.placed) return EC_BROKEN;
     if (pinned != c->pinned || free_slots != c->free.count || dying != c->dying.count) return EC_BROKEN;
     if (free_slots + live + limbo_slots != c->capacity) return EC_BROKEN;
     if (limbo != c->limbo_count || c->limbo.size - c->limbo_unused.size != limbo) return EC_BROKEN;
-    return EC_OK;
+    return ec_policy_check(&c->policy, c->seats);
 }
 
 #endif

@@ -206,7 +206,7 @@ static int64_t ec_first_in_use(const ec_overlay *o, const ec_side *s, const int6
     const int passing = s->filter && s->filter->pass.region != EC_PASS_IDLE;
     for (int64_t i = 0; i < n; i++) {
         const int64_t slot = ec_index_find(&s->cache.index, keys[i], ec_hash(keys[i]));
-        if (ec_overlay_find(o, keys[i]) || (slot >= 0 && s->cache.pins[slot] > 0)) return i;
+        if (ec_overlay_find(o, keys[i]) || (slot >= 0 && s->cache.seats[slot].pins > 0)) return i;
         const int64_t row = passing && slot < 0 ? ec_side_row_of(s, keys[i]) : -1;
         if (!passing || (slot < 0 && row < 0)) continue;
         const int dead = slot >= 0 ? ec_side_slot_dead(s, &s->cache.slots[slot]) : ec_side_row_dead(s, row);

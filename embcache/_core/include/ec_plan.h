@@ -62,7 +62,8 @@ typedef struct {
     ec_vec late;    /* of int64_t: keys that joined the late ones */
     ec_vec births;  /* of ec_birth */
     ec_vec takes;   /* of ec_take_record, one a swap-in */
-    ec_vec touches; /* of ec_touch, one an admitted key: also the list of the plan's pins */
+    ec_choice choice; /* of victims */
+    ec_vec touches; /* of ec_stood, one an admitted key: also the list of the plan's pins */
     int64_t newest_before;
     ec_pass pass_before;
     int64_t swept; /* the plan's step where it was one of a sweep, else 0 */
@@ -74,7 +75,7 @@ typedef struct {
 
 #define EC_DEATH(part, i) EC_AT((part)->deaths, ec_death, i)
 #define EC_TAKE(part, i) EC_AT((part)->takes, ec_take_record, i)
-#define EC_TOUCH(part, i) EC_AT((part)->touches, ec_touch, i)
+#define EC_TOUCH(part, i) EC_AT((part)->touches, ec_stood, i)
 
 static inline void ec_part_free(ec_part *p) {
     ec_vec_free(&p->counts);
@@ -84,6 +85,7 @@ static inline void ec_part_free(ec_part *p) {
     ec_vec_free(&p->late);
     ec_vec_free(&p->births);
     ec_vec_free(&p->takes);
+    ec_choice_free(&p->choice);
     ec_vec_free(&p->touches);
 }
 
@@ -116,9 +118,9 @@ static inline int ec_side_kill_row(ec_side *s, ec_part *p, int64_t key, uint64_t
 static void ec_plan_undo(ec_side *s, ec_part *p) {
     ec_cache *c = &s->cache;
     for (int64_t i = p->touches.size - 1; i >= 0; i--) {
-        const ec_touch *touch = &EC_TOUCH(p, i);
-        ec_cache_untouch(c, touch);
-        if (touch->was_live) ec_cache_unpin(c, touch->slot); /* the pins of swap-ins go with the slot below */
+        const ec_stood *touch = &EC_TOUCH(p, i);
+        ec_policy_restore(&c->policy, c->seats, touch);
+        if (touch->before.version != 0) ec_cache_unpin(c, touch->slot); /* the pins of swap-ins go with the slot below */
     }
     for (int64_t i = p->takes.size - 1; i >= 0; i--) {
         const ec_take_record *take = &EC_TAKE(p, i);
@@ -132,6 +134,7 @@ static void ec_plan_undo(ec_side *s, ec_part *p) {
             }
         }
     }
+    ec_policy_undo(&c->policy, c->seats, c->state, &p->choice);
     for (int64_t i = p->births.size - 1; i >= 0; i--) {
         const ec_birth *birth = &EC_AT(p->births, ec_birth, i);
         ec_table_unborn(s->table, birth->key, birth->hash, birth->row);
@@ -166,7 +169,7 @@ static void ec_plan_swapped_out(ec_side *s, ec_part *p) {
 /* The batch has trained: its pins end, and what it evicted is gone for good. */
 static void ec_plan_finish(ec_side *s, ec_part *p) {
     for (int64_t i = 0; i < p->touches.size; i++) {
-        if (i + 16 < p->touches.size) EC_PREFETCH_WRITE(&s->cache.pins[EC_TOUCH(p, i + 16).slot]);
+        if (i + 16 < p->touches.size) EC_PREFETCH_WRITE(&s->cache.seats[EC_TOUCH(p, i + 16).slot]);
         ec_cache_unpin(&s->cache, EC_TOUCH(p, i).slot);
     }
     for (int64_t i = 0; i < p->deaths.size; i++) ec_limbo_release(&s->cache, EC_DEATH(p, i).kill.limbo);
@@ -174,10 +177,29 @@ static void ec_plan_finish(ec_side *s, ec_part *p) {
     ec_part_free(p);
 }
 
-/* Keys of LIVE slots in the policy's order, the next victim first. */
-static void ec_side_recency(const ec_side *s, int64_t *keys) {
+/* How LIVE slots stand with the policy: key, rank, version, uses counted. */
+static void ec_side_standings(const ec_side *s, int64_t *keys, int64_t *ranks, int64_t *versions, int64_t *counts) {
+    const ec_cache *c = &s->cache;
     int64_t got = 0;
-    for (uint32_t slot = s->cache.lru.head; slot != EC_NO_SLOT; slot = s->cache.lru.nodes[slot].next) keys[got++] = s->cache.slots[slot].key;
+    for (int64_t slot = 0; slot < c->capacity; slot++) {
+        if (c->state[slot] != EC_SLOT_LIVE) continue;
+        const ec_standing it = c->seats[slot].standing;
+        keys[got] = c->slots[slot].key;
+        ranks[got] = ec_policy_rank(&c->policy, it);
+        versions[got] = (int64_t)it.version;
+        counts[got++] = it.count;
+    }
+}
+
+/* Keys that the policy remembers though they have no slot, in order of their loss. Returns how many. */
+static int64_t ec_side_ghosts(const ec_side *s, int64_t *keys) {
+    const ec_ghost *g = &s->cache.policy.ghost;
+    int64_t got = 0;
+    for (int64_t i = 0; i < g->span; i++) {
+        const int64_t at = (g->at + i) % g->span;
+        if (g->known[at]) keys[got++] = g->keys[at];
+    }
+    return got;
 }
 
 /* The end of the planner: residents' counters go to the host columns, and no row is marked resident any more. */

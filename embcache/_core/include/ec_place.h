@@ -1,0 +1,142 @@
+/* The last two phases of a plan (see ec_phases.h): slots for the admitted keys, and the plan's arrays. */
+#ifndef EC_PLACE_H
+#define EC_PLACE_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "ec_phases.h"
+
+/* -------------------------------------------------------------------------------------------------------------- place */
+
+/* Pins the hits of table t, before any victim is chosen, and chooses the victims that its misses need, into `victims`.
+ * EC_NOMEM: nothing is pinned. */
+static int ec_place_choose(ec_work *w, int64_t t, int64_t need, uint32_t *victims) {
+    ec_part *p = &w->parts[t];
+    ec_cache *c = &w->sides[t].cache;
+    const int64_t begin = w->offsets[t], end = begin + p->unique;
+    for (int64_t u = begin; need > 0 && u < end; u++) {
+        if (u + EC_AHEAD < end && w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&c->seats[w->slot[u + EC_AHEAD]]);
+        if (w->slot[u] >= 0) ec_cache_pin(c, (uint32_t)w->slot[u]);
+    }
+    const int status = ec_policy_choose(&c->policy, c->seats, c->slots, c->pinned, need, p->totals[EC_MISSES], victims, &p->choice);
+    if (status == EC_OK) return EC_OK;
+    for (int64_t u = begin; need > 0 && u < end; u++)
+        if (w->slot[u] >= 0) ec_cache_unpin(c, (uint32_t)w->slot[u]);
+    return status;
+}
+
+/* Gives unique u of table t, which is admitted and not resident, a slot; see ec_cache_take() about `victim`. */
+static inline void ec_place_take(ec_work *w, int64_t t, int64_t u, uint32_t victim) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    ec_cache *c = &s->cache;
+    ec_take_record take = ec_cache_take(c, w->key[u], w->hash[u], w->row[u], victim, &p->choice);
+    take.unique = u - w->offsets[t];
+    ec_row_mark(s->table, w->row[u]);
+    if (s->filter) {
+        c->slots[take.slot].freq = w->freq[u];
+        c->slots[take.slot].last = w->last[u];
+    }
+    if (take.from == EC_FROM_VICTIM) {
+        ec_row_unmark(s->table, take.before.row);
+        if (s->filter) { /* the host columns are the authority again */
+            int64_t *freq = ec_table_freq(s->table, take.before.row), *last = ec_table_ts(s->table, take.before.row);
+            take.host_freq = *freq;
+            take.host_last = *last;
+            *freq = take.before.freq;
+            *last = take.before.last;
+        }
+    }
+    p->totals[EC_SWAP_OUT_ROWS] += take.from != EC_FROM_FREE;
+    w->slot[u] = take.slot;
+    EC_PUSH(p->takes, ec_take_record, take);
+}
+
+/* Two looks ahead at a victim: its slot; then, as that says which, its index bucket and its host row. */
+static inline void ec_place_prefetch_slot(const ec_cache *c, uint32_t victim) { EC_PREFETCH_WRITE(&c->slots[victim]); }
+
+static inline void ec_place_prefetch_key(const ec_side *s, uint32_t victim) {
+    const ec_slot *slot = &s->cache.slots[victim];
+    ec_index_prefetch(&s->cache.index, ec_hash(slot->key));
+    EC_PREFETCH_WRITE(ec_table_flags(s->table, slot->row));
+    if (s->filter) {
+        EC_PREFETCH_WRITE(ec_table_freq(s->table, slot->row));
+        EC_PREFETCH_WRITE(ec_table_ts(s->table, slot->row));
+    }
+}
+
+/* A slot for every admitted key: residents keep theirs; free slots first, dying ones after, victims in the end. Then its
+ * use, in the order of the uniques. */
+static void ec_phase_place(void *context, int64_t t) {
+    ec_work *w = (ec_work *)context;
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    ec_cache *c = &s->cache;
+    const int64_t begin = w->offsets[t], end = begin + p->unique;
+    const int64_t misses = p->totals[EC_MISSES], spare = c->free.count + c->dying.count;
+    const int64_t need = misses > spare ? misses - spare : 0;
+    uint32_t *victims = (uint32_t *)(w->some_at + begin); /* nobody needs that any more */
+    ec_policy_mark(&c->policy, &p->choice);
+    if (misses > 0 && (p->status = ec_place_choose(w, t, need, victims)) != EC_OK) return;
+    for (int64_t i = 0; i < need && i < 2 * EC_AHEAD; i++) ec_place_prefetch_slot(c, victims[i]);
+    for (int64_t i = 0; i < need && i < EC_AHEAD; i++) ec_place_prefetch_key(s, victims[i]);
+    int64_t taken = -spare; /* the number of the next victim; negative while there are other slots */
+    for (int64_t u = begin; u < end; u++) {
+        if (u + EC_AHEAD < end && w->admitted[u + EC_AHEAD]) {
+            if (w->slot[u + EC_AHEAD] >= 0) {
+                EC_PREFETCH_WRITE(&c->seats[w->slot[u + EC_AHEAD]]);
+            } else {
+                ec_index_prefetch(&c->index, w->hash[u + EC_AHEAD]);
+                EC_PREFETCH_WRITE(ec_table_flags(s->table, w->row[u + EC_AHEAD]));
+            }
+        }
+        if (!w->admitted[u]) continue;
+        if (w->slot[u] < 0) {
+            if (taken >= 0 && taken + 2 * EC_AHEAD < need) ec_place_prefetch_slot(c, victims[taken + 2 * EC_AHEAD]);
+            if (taken >= 0 && taken + EC_AHEAD < need) ec_place_prefetch_key(s, victims[taken + EC_AHEAD]);
+            ec_place_take(w, t, u, taken >= 0 ? victims[taken] : EC_NO_SLOT);
+            taken++;
+        } else if (need == 0) {
+            ec_cache_pin(c, (uint32_t)w->slot[u]);
+        }
+        EC_PUSH(p->touches, ec_stood, ec_policy_touch(&c->policy, c->seats, (uint32_t)w->slot[u]));
+    }
+}
+
+/* --------------------------------------------------------------------------------------------------------------- emit */
+
+/* Writes table t's part of the plan's arrays; the offsets are there already. */
+static void ec_phase_emit(void *context, int64_t t) {
+    ec_work *w = (ec_work *)context;
+    ec_side *s = &w->sides[t];
+    const ec_part *p = &w->parts[t];
+    ec_arrays *o = &w->out;
+    const int64_t begin = w->offsets[t], stop = w->offsets[t + 1], first = o->unique_offsets[t];
+    int64_t in = o->in_offsets[t];
+    memcpy(o->unique_keys + first, w->key + begin, (size_t)p->unique * sizeof(int64_t));
+    memcpy(o->segment_offsets + first + 1, w->end + begin, (size_t)p->unique * sizeof(int64_t));
+    memcpy(o->admitted + first, w->admitted + begin, (size_t)p->unique);
+    if (first > 0)
+        for (int64_t i = begin; i < stop; i++) o->inverse[i] += first;
+    for (int64_t u = 0; u < p->unique; u++) {
+        const int64_t slot = w->admitted[begin + u] ? w->slot[begin + u] : s->cache.capacity;
+        o->slots[first + u] = s->base + slot;
+    }
+    int64_t out = o->out_offsets[t];
+    for (int64_t i = 0; i < p->takes.size; i++, in++) {
+        const ec_take_record *take = &EC_TAKE(p, i);
+        o->in_keys[in] = w->key[begin + take->unique];
+        o->in_slots[in] = s->base + take->slot;
+        o->in_rows[in] = w->row[begin + take->unique];
+        if (take->from == EC_FROM_FREE) continue;
+        o->out_keys[out] = take->before.key;
+        o->out_slots[out] = s->base + take->slot;
+        o->out_rows[out++] = take->before.row;
+    }
+    o->hits[t] = p->totals[EC_HITS];
+    o->misses[t] = p->totals[EC_MISSES];
+    for (int i = 0; i < EC_TOTALS; i++) s->totals[i] += p->totals[i];
+}
+
+#endif

@@ -1,0 +1,116 @@
+"""The policies over traces: against plain Python, against the planner, and against what is known of real traces."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import embcache as ec
+from embcache._core.swap import SwapManager
+from embcache._core.table import Table
+from embcache.errors import ConfigError, ShapeError
+from models.policy_model import POLICIES, hits_of, hits_of_belady
+
+TRACES = Path(__file__).parents[2] / "bench" / "traces"
+
+
+def ints(*values):
+    return np.array(values, np.int64)
+
+
+def zipf(seed, n, population):
+    return ((np.random.default_rng(seed).zipf(1.3, n) % population) - population // 2).astype(np.int64)
+
+
+traces = st.lists(st.integers(-3, 12), max_size=150)
+
+
+@given(keys=traces, capacity=st.integers(1, 9), policy=st.sampled_from(sorted(POLICIES)))
+def test_each_policy_does_what_its_model_does(keys, capacity, policy):
+    assert ec.simulate(ints(*keys), capacity, policy) == hits_of(policy, keys, capacity)
+
+
+@given(keys=traces, capacity=st.integers(1, 9), window=st.none() | st.integers(0, 40))
+def test_lookahead_does_what_its_model_does(keys, capacity, window):
+    assert ec.simulate(ints(*keys), capacity, "lookahead", window) == hits_of_belady(keys, capacity, window)
+
+
+@given(keys=traces, capacity=st.integers(1, 9))
+def test_no_policy_beats_full_lookahead_and_none_at_all_is_lru(keys, capacity):
+    hits = {policy: ec.simulate(ints(*keys), capacity, policy) for policy in POLICIES}
+    assert max(hits.values()) <= ec.simulate(ints(*keys), capacity, "lookahead")
+    assert hits["lru"] == ec.simulate(ints(*keys), capacity, "lookahead", 0)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 50, 700, 3000, 10**12])
+def test_long_traces(policy, capacity):
+    keys = zipf(3, 20_000, 6000) if capacity > 50 else zipf(3, 3000, 97)
+    assert ec.simulate(keys, capacity, policy) == hits_of(policy, keys.tolist(), capacity)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5, 30])
+def test_the_planner_agrees_where_batches_are_single_keys(policy, capacity):
+    keys = zipf(4, 600, 90)
+    manager = SwapManager([Table("t", 1)], [capacity], policy=policy)
+    hits = 0
+    for key in keys.tolist():
+        plan = manager.plan(ints(key), ints(0, 1))
+        manager.mark_swapped_out(plan)
+        manager.mark_swapped_in(plan)
+        manager.finish(plan)
+        hits += plan.hits
+    manager.check()
+    assert ec.simulate(keys, capacity, policy) == hits
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "ratio"),
+    [("web12", "lru", 0.600), ("web12", "s3fifo", 0.648), ("web12", "lookahead", 0.747), ("web07", "lru", 0.506)],
+)
+def test_hit_ratios_of_real_traces_at_a_twentieth_of_the_keys(name, policy, ratio):
+    keys = np.frombuffer(lzma.decompress((TRACES / f"{name}.trace.xz").read_bytes()), ">i4").astype(np.int64)
+    hits = ec.simulate(keys, len(np.unique(keys)) // 20, policy)
+    assert round(hits / len(keys), 3) == ratio
+
+
+def test_lfu_forgets_what_was_used_long_ago():
+    """Keys used ten times each, then a new set, used twice a round: without aging the old ones would stay for ever."""
+    old, new = np.repeat(np.arange(20), 10), np.tile(np.arange(100, 110).repeat(2), 20)
+    keys = np.concatenate([old, np.arange(1000, 1200), new]).astype(np.int64)
+    assert ec.simulate(keys, 20, "lfu") >= 180 + 390 - 10
+
+
+def test_s3fifo_keeps_its_keys_through_a_scan():
+    warm = np.tile(np.arange(50), 4)
+    scan = np.arange(1000, 2000)
+    keys = np.concatenate([warm, scan, np.arange(50)]).astype(np.int64)
+    assert ec.simulate(keys, 100, "lru") == 150
+    assert ec.simulate(keys, 100, "s3fifo") == 200
+
+
+def test_arguments_are_checked():
+    assert ec.simulate(ints(), 3) == ec.simulate(ints(), 3, "lookahead") == 0
+    for arguments, message in [
+        ((ints(1), 0), "capacity = 0"),
+        ((ints(1), 1, "belady"), "belady"),
+        ((ints(1), 1, ["lru"]), "lru"),
+        ((ints(1), 1, "lru", 4), "lookahead"),
+        ((ints(1), 1, "lookahead", -1), "lookahead = -1"),
+        ((ints(1), 1, "lookahead", 1.5), "lookahead = 1.5"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            ec.simulate(*arguments)
+    with pytest.raises(ShapeError):
+        ec.simulate([1, 2], 2)
+
+
+def test_a_planner_does_not_look_ahead_yet():
+    with pytest.raises(ConfigError, match="simulate"):
+        SwapManager([Table("t", 1)], [2], policy="lookahead")

@@ -1,4 +1,4 @@
-/* The batch loops of the table: find, look up, copy. Each works on a span of a batch, in one thread.
+/* The batch loops of the table over rows: look up, copy. Each works on a span of a batch, in one thread.
  *
  * All of them run a rolling window: the bucket (then the row) of key i + AHEAD is prefetched while key i is served, so
  * that cache misses overlap. Large outputs are written past the cache, which would otherwise first read what it is
@@ -7,13 +7,12 @@
 #ifndef EC_ROWS_H
 #define EC_ROWS_H
 
-#include "ec_table.h"
+#include "ec_find.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-#define EC_AHEAD 16     /* keys between the prefetch of a bucket and its probe; a power of two */
 #define EC_ROW_AHEAD 8  /* keys between the prefetch of a row and its copy; below EC_AHEAD */
 #define EC_ROW_LINES 8  /* cache lines of a row that are prefetched; the hardware follows from there */
 #define EC_STREAM_BYTES ((int64_t)8 << 20)
@@ -75,91 +74,6 @@ static inline void ec_stream_fence(int stream)
         _mm_sfence();
 #endif
     (void)stream;
-}
-
-static inline uint64_t ec_hash_at(const int64_t *keys, const uint64_t *hashes, int64_t i)
-{
-    return hashes == NULL ? ec_hash(keys[i]) : hashes[i];
-}
-
-/* Where a key will be looked for: its home bucket, on its way into the cache. */
-typedef struct ec_probe {
-    const ec_bucket *bucket;
-    const ec_partition *partition;
-} ec_probe;
-
-/* Only for a table that holds a key: then every partition has a bucket. */
-EC_INLINE ec_probe ec_probe_start(const ec_table *t, uint64_t hash)
-{
-    ec_probe probe;
-    probe.partition = ec_table_partition(t, hash);
-    probe.bucket = probe.partition->index.buckets + ec_index_home(&probe.partition->index, hash);
-    EC_PREFETCH_READ(probe.bucket);
-    return probe;
-}
-
-/* The rest of a look-up whose home bucket does not hold the key but sent keys on. */
-static __attribute__((noinline)) int64_t ec_probe_beyond(const ec_probe *probe, int64_t key)
-{
-    const ec_index *index = &probe->partition->index;
-    const uint32_t *local = ec_index_place_from(index, key, (uint64_t)(probe->bucket - index->buckets));
-    return local == NULL ? -1 : (int64_t)*local;
-}
-
-/* The local of the key, or -1. */
-EC_INLINE int64_t ec_probe_local(const ec_probe *probe, int64_t key, const int avx2)
-{
-#if EC_HAS_AVX2_CLONE
-    const uint32_t hits = avx2 ? ec_bucket_match_avx2(probe->bucket, key) : ec_bucket_match(probe->bucket, key);
-#else
-    const uint32_t hits = ec_bucket_match(probe->bucket, key);
-#endif
-    if (hits)
-        return probe->bucket->vals[__builtin_ctz(hits)];
-    return ec_bucket_overflow(probe->bucket) == 0 ? -1 : ec_probe_beyond(probe, key);
-}
-
-/* The row of the key, or -1. */
-EC_INLINE int64_t ec_probe_finish(const ec_probe *probe, int64_t key, const int avx2)
-{
-    const int64_t local = ec_probe_local(probe, key, avx2);
-    return local < 0 ? -1 : ec_partition_row(probe->partition, local);
-}
-
-EC_INLINE void ec_find_body(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, const int avx2)
-{
-    ec_probe window[EC_AHEAD];
-    for (int64_t i = 0; i < n && i < EC_AHEAD; ++i)
-        window[i] = ec_probe_start(t, ec_hash_at(keys, hashes, i));
-    for (int64_t i = 0; i < n; ++i) {
-        ec_probe *slot = &window[i & (EC_AHEAD - 1)];
-        rows[i] = ec_probe_finish(slot, keys[i], avx2);
-        if (i + EC_AHEAD < n)
-            *slot = ec_probe_start(t, ec_hash_at(keys, hashes, i + EC_AHEAD));
-    }
-}
-
-#if EC_HAS_AVX2_CLONE
-EC_TARGET_AVX2 static void ec_find_avx2(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows)
-{
-    ec_find_body(t, keys, hashes, n, rows, 1);
-}
-#endif
-
-/* rows[i] = row of keys[i], or -1. `hashes` may be NULL. */
-static void ec_find_span(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows)
-{
-    if (t->live == 0) {
-        memset(rows, 0xFF, (size_t)n * sizeof *rows);
-        return;
-    }
-#if EC_HAS_AVX2_CLONE
-    if (ec_cpu_has_avx2()) {
-        ec_find_avx2(t, keys, hashes, n, rows);
-        return;
-    }
-#endif
-    ec_find_body(t, keys, hashes, n, rows, 0);
 }
 
 /* Find and copy in one pass: bucket prefetched 16 keys ahead, row 8 ahead. out row i = weights of keys[i] as elements of

@@ -33,6 +33,7 @@ enum {
 #define EC_ASSERT(condition) ((void)0)
 #endif
 
+#define EC_LIKELY(condition) __builtin_expect((condition) != 0, 1)
 #define EC_PREFETCH_READ(address) __builtin_prefetch((address), 0, 3)
 #define EC_PREFETCH_WRITE(address) __builtin_prefetch((address), 1, 3)
 

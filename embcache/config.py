@@ -415,8 +415,6 @@ class TableConfig:
         if not isinstance(self.pooling, str) or self.pooling not in ("sum", "mean"):
             raise ConfigError(f'{owner}: pooling = {self.pooling!r}; give "sum" or "mean"')
         kind = row_type(owner, self.dtype)
-        if kind.name != "float32":
-            raise ConfigError(f'{owner}: dtype = {self.dtype!r}; collections train "float32" only in this version')
         if not isinstance(self.initializer, Initializer):
             raise ConfigError(
                 f"{owner}: initializer = {self.initializer!r}; give an embcache initializer such as Uniform(-0.05, 0.05)"

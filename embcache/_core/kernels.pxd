@@ -13,6 +13,11 @@ cdef extern from "ec_kernels.h" nogil:
         EC_ADAM
         EC_MAX_DIM
         EC_HOT_BLOCKS_A_TASK
+        EC_FLOAT32
+        EC_FLOAT16
+        EC_BFLOAT16
+
+    int64_t ec_type_bytes(int type)
 
     ctypedef struct ec_rule:
         int kind
@@ -24,17 +29,21 @@ cdef extern from "ec_kernels.h" nogil:
         float one_minus_beta2
 
     ctypedef struct ec_move:
-        float *weights
+        char *weights
         const int64_t *slots
         const int64_t *inverse      # NULL: item i uses slots[i]
-        const float *rows
-        float *out
+        char *rows
         int64_t count
         int64_t dim
+        int64_t weight_bytes
+        int64_t row_bytes
+        int type                    # of `weights`
+        int row_type                # of `rows`: the same, or EC_FLOAT32
         int64_t task_count
 
     ctypedef struct ec_bags:
-        const float *weights
+        const void *weights
+        int type
         const int64_t *slots
         const int64_t *inverse
         const int64_t *bag_offsets
@@ -61,7 +70,9 @@ cdef extern from "ec_kernels.h" nogil:
         const uint8_t *admitted
         float *out                  # NULL: apply `rule` at once
         const float *rows
-        float *weights
+        char *weights
+        int type
+        int64_t weight_bytes
         float *state0
         float *state1
         int64_t width0

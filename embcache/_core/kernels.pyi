@@ -1,8 +1,10 @@
 from collections.abc import Sequence
+from typing import Any
 
 from numpy import bool_, float32, int64, uint8
 from numpy.typing import NDArray
 
+_Weights = NDArray[Any]  # float32, float16, or int16 that holds the bits of bfloat16
 _Flags = NDArray[uint8] | NDArray[bool_]
 
 class UpdateRule:
@@ -30,27 +32,23 @@ class UpdateRule:
     @property
     def one_minus_beta2(self) -> float: ...
 
-def gather(
-    weights: NDArray[float32], slots: NDArray[int64], out: NDArray[float32], num_threads: int | None = None
-) -> None: ...
-def scatter(
-    weights: NDArray[float32], slots: NDArray[int64], rows: NDArray[float32], num_threads: int | None = None
-) -> None: ...
+def gather(weights: _Weights, slots: NDArray[int64], out: _Weights, num_threads: int | None = None) -> None: ...
+def scatter(weights: _Weights, slots: NDArray[int64], rows: _Weights, num_threads: int | None = None) -> None: ...
 def add_rows(
     weights: NDArray[float32], slots: NDArray[int64], rows: NDArray[float32], num_threads: int | None = None
 ) -> None: ...
 def sequence_forward(
-    weights: NDArray[float32],
+    weights: _Weights,
     slots: NDArray[int64],
     inverse: NDArray[int64],
-    out: NDArray[float32],
+    out: _Weights,
     *,
     unique_start: int = 0,
     unique_stop: int | None = None,
     num_threads: int | None = None,
 ) -> None: ...
 def pooled_forward(
-    weights: NDArray[float32],
+    weights: _Weights,
     slots: NDArray[int64],
     inverse: NDArray[int64],
     bag_offsets: NDArray[int64],
@@ -65,7 +63,7 @@ def pooled_forward(
 ) -> None: ...
 def per_sample_weight_grad(
     grad_out: NDArray[float32],
-    weights: NDArray[float32],
+    weights: _Weights,
     slots: NDArray[int64],
     inverse: NDArray[int64],
     bag_offsets: NDArray[int64],
@@ -106,7 +104,7 @@ def segment_grad_sequence(
 ) -> None: ...
 def update(
     rule: UpdateRule,
-    weights: NDArray[float32],
+    weights: _Weights,
     states: Sequence[NDArray[float32]],
     slots: NDArray[int64],
     grad: NDArray[float32],
@@ -116,7 +114,7 @@ def update(
 ) -> None: ...
 def segment_update_pooled(
     rule: UpdateRule,
-    weights: NDArray[float32],
+    weights: _Weights,
     states: Sequence[NDArray[float32]],
     slots: NDArray[int64],
     grad_out: NDArray[float32],
@@ -134,7 +132,7 @@ def segment_update_pooled(
 ) -> None: ...
 def segment_update_sequence(
     rule: UpdateRule,
-    weights: NDArray[float32],
+    weights: _Weights,
     states: Sequence[NDArray[float32]],
     slots: NDArray[int64],
     grad_out: NDArray[float32],

@@ -1,4 +1,4 @@
-"""Row kernels on float32 buffers: gather, scatter, pooling, gradients by key, optimizer updates.
+"""Row kernels: gather, scatter, pooling, gradients by key, optimizer updates.
 
 What this room owns: the Python doors of ``ec_kernels.h``. A door checks every shape and every index of its arguments
 once (`ShapeError` names the argument, what was seen and what is needed), so the loops below cannot leave their arrays;
@@ -9,6 +9,10 @@ update reads only its own row and gradient; the gradient of a key is summed in b
 occurrences, and the partial sums are added in order. The fused ``segment_update_*`` equal ``segment_grad_*`` followed
 by ``update``.
 
+Types. `weights` (R, D) is float32, float16, or int16 that holds the bits of bfloat16; everything else, results included,
+is float32. A narrower weight is widened, exactly, before anything is computed; an update is computed in float32 and
+rounded once, to nearest even.
+
 Words. ``slots[u]`` is the row of unique u in `weights`. ``inverse[p]`` is the unique at position p. Uniques
 ``unique_start`` to ``unique_stop`` are those of the rows in `weights` (one dim group of a batch); the arrays themselves
 may span the whole batch. Bags are feature-major: bag f * B + b holds positions ``bag_offsets[bag]`` to
@@ -18,6 +22,7 @@ may span the whole batch. Bags are feature-major: bag f * B + b holds positions 
 Thread safety: a call may run beside others that write other rows; the caller orders calls that touch the same rows.
 """
 
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free, malloc
@@ -149,6 +154,60 @@ cdef const uint8_t[::1] _flag1(object value, str name, int64_t count):
     return view
 
 
+cdef class _Weights:
+    """The memory of a checked matrix of weights, of any type; held while this lives."""
+
+    cdef Py_buffer held
+    cdef bint holds
+    cdef int type
+    cdef int64_t rows
+    cdef int64_t dim
+    cdef int64_t row_bytes
+    cdef char *at                # NULL where there is no element, and no loop will ask for it
+
+    def __dealloc__(self):
+        if self.holds:
+            PyBuffer_Release(&self.held)
+
+    @staticmethod
+    cdef _Weights open(object value, str name, int64_t rows, int64_t cols, bint write):
+        """Check and hold `value`; -1 leaves a length open."""
+        cdef _Weights self = _Weights.__new__(_Weights)
+        cdef const char *format
+        cdef bint fits = False
+        try:
+            PyObject_GetBuffer(value, &self.held, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if write else 0))
+            self.holds = True
+        except (TypeError, ValueError, BufferError):
+            pass
+        if self.holds and self.held.ndim == 2 and self.held.format != NULL:
+            format = self.held.format
+            fits = format[0] in (b"f", b"e", b"h") and format[1] == 0
+            self.type = EC_FLOAT32 if format[0] == b"f" else EC_FLOAT16 if format[0] == b"e" else EC_BFLOAT16
+            self.rows = self.held.shape[0]
+            self.dim = self.held.shape[1]
+        if not fits or (rows >= 0 and self.rows != rows) or (cols >= 0 and self.dim != cols):
+            kind = "float32, float16 or int16 (the bits of bfloat16)"
+            raise _unfit(name, _need2(f"writable {kind}" if write else kind, rows, cols), value)
+        self.row_bytes = self.dim * ec_type_bytes(self.type)
+        self.at = <char *>self.held.buf if self.rows > 0 and self.dim > 0 else NULL
+        return self
+
+    cdef int check_dim(self, str name) except -1:
+        if not 1 <= self.dim <= EC_MAX_DIM:
+            raise ShapeError(f"{name} has rows of {self.dim} elements; a row has 1 to {EC_MAX_DIM}")
+        return 0
+
+    cdef int check_type(self, str name, _Weights weights) except -1:
+        """Raise unless these rows can be exchanged with those of `weights`: same type, or float32."""
+        if self.type not in (weights.type, EC_FLOAT32):
+            raise ShapeError(f"{name} is {self.kind()} but weights is {weights.kind()}; give {name} of the same type, or float32")
+        return 0
+
+    cdef str kind(self):
+        return {EC_FLOAT32: "float32", EC_FLOAT16: "float16"}.get(self.type, "bfloat16 (int16)")
+
+
 # Address of the first element; an empty view has none, and no loop will ask for it.
 cdef inline const float *_at2(const float[:, ::1] view) noexcept:
     return &view[0, 0] if view.shape[0] > 0 and view.shape[1] > 0 else NULL
@@ -238,18 +297,19 @@ def gather(weights, slots, out, num_threads=None):
 
     Parameters
     ----------
-    weights : float32 (R, D)
+    weights : (R, D)
     slots : int64 (n,)
         Each in [0, R); repeats are fine.
-    out : float32 (n, D)
-        Written; must not overlap `weights`.
+    out : (n, D)
+        Of the type of `weights` (the copy is bit by bit) or float32. Written; must not overlap `weights`.
     num_threads : int, optional
     """
-    cdef const float[:, ::1] source = _read2(weights, "weights", -1, -1)
+    cdef _Weights source = _Weights.open(weights, "weights", -1, -1, False)
     cdef const int64_t[::1] places = _index1(slots, "slots", -1)
-    _check_dim(source, "weights")
-    _check_range(places, 0, places.shape[0], 0, source.shape[0], "slots", "rows of weights")
-    cdef float[:, ::1] target = _write2(out, "out", places.shape[0], source.shape[1])
+    source.check_dim("weights")
+    _check_range(places, 0, places.shape[0], 0, source.rows, "slots", "rows of weights")
+    cdef _Weights target = _Weights.open(out, "out", places.shape[0], source.dim, True)
+    target.check_type("out", source)
     _gather(source, places, None, target, places.shape[0], num_threads)
 
 
@@ -258,7 +318,7 @@ def sequence_forward(weights, slots, inverse, out, *, int64_t unique_start=0, un
 
     Parameters
     ----------
-    weights : float32 (R, D)
+    weights : (R, D)
     slots : int64 (U,)
     inverse : int64 (n,)
         Uniques of the positions wanted, each in [unique_start, unique_stop).
@@ -268,32 +328,40 @@ def sequence_forward(weights, slots, inverse, out, *, int64_t unique_start=0, un
         Uniques whose slots lie in `weights`; default: all.
     num_threads : int, optional
     """
-    cdef const float[:, ::1] source = _read2(weights, "weights", -1, -1)
+    cdef _Weights source = _Weights.open(weights, "weights", -1, -1, False)
     cdef const int64_t[::1] places = _index1(slots, "slots", -1)
     cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
     cdef int64_t stop = _check_uniques(places.shape[0], unique_start, unique_stop)
-    _check_dim(source, "weights")
-    _check_range(places, unique_start, stop, 0, source.shape[0], "slots", "rows of weights")
+    source.check_dim("weights")
+    _check_range(places, unique_start, stop, 0, source.rows, "slots", "rows of weights")
     _check_range(uniques, 0, uniques.shape[0], unique_start, stop, "inverse", "uniques")
-    cdef float[:, ::1] target = _write2(out, "out", uniques.shape[0], source.shape[1])
+    cdef _Weights target = _Weights.open(out, "out", uniques.shape[0], source.dim, True)
+    target.check_type("out", source)
     _gather(source, places, uniques, target, uniques.shape[0], num_threads)
 
 
-cdef int _gather(const float[:, ::1] source, const int64_t[::1] slots, const int64_t[::1] inverse, float[:, ::1] target,
-                 int64_t count, object num_threads) except -1:
-    cdef int threads = _threads(num_threads, count * source.shape[1])
+cdef void _fill_move(ec_move *move, _Weights weights, _Weights rows) noexcept:
+    move.weights = weights.at
+    move.type = weights.type
+    move.weight_bytes = weights.row_bytes
+    move.rows = rows.at
+    move.row_type = rows.type
+    move.row_bytes = rows.row_bytes
+    move.inverse = NULL
+    move.count = rows.rows
+    move.dim = weights.dim
+
+
+cdef int _gather(_Weights source, const int64_t[::1] slots, const int64_t[::1] inverse, _Weights target, int64_t count,
+                 object num_threads) except -1:
+    cdef int threads = _threads(num_threads, count * source.dim)
     cdef ec_move move
     if count == 0:
         return 0
-    move.weights = <float *>_at2(source)
+    _fill_move(&move, source, target)
     move.slots = _ids(slots)
-    move.inverse = NULL
     if inverse is not None:
         move.inverse = _ids(inverse)
-    move.rows = NULL
-    move.out = _to2(target)
-    move.count = count
-    move.dim = source.shape[1]
     move.task_count = _task_count(threads, count)
     with nogil:
         _run(ec_gather_pick(USE_AVX2), &move, move.task_count, threads)
@@ -305,39 +373,37 @@ def scatter(weights, slots, rows, num_threads=None):
 
     Parameters
     ----------
-    weights : float32 (R, D)
+    weights : (R, D)
         Written.
     slots : int64 (n,)
         Distinct, each in [0, R).
-    rows : float32 (n, D)
-        Must not overlap `weights`.
+    rows : (n, D)
+        Of the type of `weights` (the copy is bit by bit), or float32, to be rounded. Must not overlap `weights`.
     num_threads : int, optional
     """
     _change_rows(ec_scatter_pick(USE_AVX2), weights, slots, rows, num_threads)
 
 
 def add_rows(weights, slots, rows, num_threads=None):
-    """Add rows to a buffer: ``weights[slots[i]] += rows[i]``; arguments as in `scatter`."""
+    """Add rows to a buffer: ``weights[slots[i]] += rows[i]``; arguments as in `scatter`, all float32."""
     _change_rows(ec_add_pick(USE_AVX2), weights, slots, rows, num_threads)
 
 
 cdef int _change_rows(ec_task_fn run, object weights, object slots, object rows, object num_threads) except -1:
-    cdef float[:, ::1] target = _write2(weights, "weights", -1, -1)
+    cdef _Weights target = _Weights.open(weights, "weights", -1, -1, True)
     cdef const int64_t[::1] places = _index1(slots, "slots", -1)
-    _check_dim(target, "weights")
-    _check_range(places, 0, places.shape[0], 0, target.shape[0], "slots", "rows of weights")
-    cdef const float[:, ::1] source = _read2(rows, "rows", places.shape[0], target.shape[1])
-    cdef int threads = _threads(num_threads, source.shape[0] * source.shape[1])
+    target.check_dim("weights")
+    _check_range(places, 0, places.shape[0], 0, target.rows, "slots", "rows of weights")
+    cdef _Weights source = _Weights.open(rows, "rows", places.shape[0], target.dim, False)
+    source.check_type("rows", target)
+    if run == ec_add_pick(USE_AVX2) and target.type != EC_FLOAT32:
+        raise _unfit("weights", "writable " + _need2("float32", -1, -1), weights)
+    cdef int threads = _threads(num_threads, source.rows * source.dim)
     cdef ec_move move
     if places.shape[0] == 0:
         return 0
-    move.weights = _to2(target)
+    _fill_move(&move, target, source)
     move.slots = _ids(places)
-    move.inverse = NULL
-    move.rows = _at2(source)
-    move.out = NULL
-    move.count = places.shape[0]
-    move.dim = target.shape[1]
     move.task_count = _task_count(threads, move.count)
     with nogil:
         _run(run, &move, move.task_count, threads)
@@ -355,6 +421,7 @@ cdef class _Bags:
     cdef const int64_t[::1] out_cols
     cdef const uint8_t[::1] means
     cdef const float[::1] coefs
+    cdef _Weights weights
     cdef bint any_mean
 
     @staticmethod
@@ -389,13 +456,15 @@ cdef class _Bags:
     cdef int64_t last_position(self) noexcept:
         return self.offsets[self.bags.bag_count]
 
-    cdef int use_rows(self, const float[:, ::1] weights, const int64_t[::1] slots, const int64_t[::1] inverse,
+    cdef int use_rows(self, _Weights weights, const int64_t[::1] slots, const int64_t[::1] inverse,
                       int64_t start, object unique_stop) except -1:
         """Attach the rows that the positions stand for, all indexes checked."""
         cdef int64_t stop = _check_uniques(slots.shape[0], start, unique_stop)
-        _check_range(slots, start, stop, 0, weights.shape[0], "slots", "rows of weights")
+        _check_range(slots, start, stop, 0, weights.rows, "slots", "rows of weights")
         _check_range(inverse, self.first_position(), self.last_position(), start, stop, "inverse", "uniques")
-        self.bags.weights = _at2(weights)
+        self.weights = weights
+        self.bags.weights = weights.at
+        self.bags.type = weights.type
         self.bags.slots = _ids(slots)
         self.bags.inverse = _ids(inverse)
         return 0
@@ -418,7 +487,7 @@ def pooled_forward(weights, slots, inverse, bag_offsets, feature_mean, out_cols,
 
     Parameters
     ----------
-    weights : float32 (R, D)
+    weights : (R, D)
     slots : int64 (U,)
     inverse : int64 (n,)
     bag_offsets : int64 (F * B + 1,)
@@ -432,12 +501,12 @@ def pooled_forward(weights, slots, inverse, bag_offsets, feature_mean, out_cols,
     unique_start, unique_stop : int
     num_threads : int, optional
     """
-    cdef const float[:, ::1] source = _read2(weights, "weights", -1, -1)
+    cdef _Weights source = _Weights.open(weights, "weights", -1, -1, False)
     cdef const int64_t[::1] places = _index1(slots, "slots", -1)
     cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
     cdef float[:, ::1] target = _write2(out, "out", -1, -1)
-    _check_dim(source, "weights")
-    cdef int64_t dim = source.shape[1]
+    source.check_dim("weights")
+    cdef int64_t dim = source.dim
     cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, per_sample_weights, uniques.shape[0],
                                   target.shape[0], target.shape[1], dim)
     call.use_rows(source, places, uniques, unique_start, unique_stop)
@@ -458,12 +527,12 @@ def per_sample_weight_grad(grad_out, weights, slots, inverse, bag_offsets, featu
         Written; element i belongs to position bag_offsets[0] + i.
     """
     cdef const float[:, ::1] grad = _read2(grad_out, "grad_out", -1, -1)
-    cdef const float[:, ::1] source = _read2(weights, "weights", -1, -1)
+    cdef _Weights source = _Weights.open(weights, "weights", -1, -1, False)
     cdef const int64_t[::1] places = _index1(slots, "slots", -1)
     cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
     cdef float[::1] target
-    _check_dim(source, "weights")
-    cdef int64_t dim = source.shape[1]
+    source.check_dim("weights")
+    cdef int64_t dim = source.dim
     cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, None, uniques.shape[0], grad.shape[0],
                                   grad.shape[1], dim)
     cdef int64_t count = call.last_position() - call.first_position()
@@ -584,7 +653,7 @@ cdef class _Segments:
     cdef const uint8_t[::1] admitted
     cdef const float[:, ::1] grad
     cdef float[:, ::1] out
-    cdef float[:, ::1] weights
+    cdef _Weights weights
     cdef float[:, ::1] state0
     cdef float[:, ::1] state1
     cdef UpdateRule rule
@@ -635,19 +704,22 @@ cdef class _Segments:
         self.seg.out = _to2(self.out)
         return 0
 
-    cdef int apply(self, UpdateRule rule, object weights, object states, object slots, int64_t unique_count) except -1:
+    cdef int apply(self, UpdateRule rule, _Weights weights, object states, object slots, int64_t unique_count) except -1:
         """Attach what an update changes."""
         cdef int64_t rows, wide
         if rule is None:
             raise ShapeError("rule is None; give an UpdateRule")
         self.rule = rule
-        self.weights = _write2(weights, "weights", -1, self.seg.dim)
+        self.weights = weights
         self.slots = _index1(slots, "slots", unique_count)
-        rows = self.weights.shape[0]
+        rows = weights.rows
         _check_range(self.slots, self.seg.start, self.seg.stop, 0, rows, "slots", "rows of weights")
         if len(states) != rule.state_count:
             raise ShapeError(f"states has {len(states)} arrays; {rule.kind} needs {rule.state_count}")
-        self.seg.weights = self.seg.state0 = self.seg.state1 = _to2(self.weights)
+        self.seg.weights = weights.at
+        self.seg.type = weights.type
+        self.seg.weight_bytes = weights.row_bytes
+        self.seg.state0 = self.seg.state1 = <float *>weights.at
         wide = 1 if rule.rule.kind == EC_ROWWISE_ADAGRAD else self.seg.dim
         if rule.state_count > 0:
             self.state0 = _write2(states[0], "states[0]", rows, wide)
@@ -731,10 +803,17 @@ cdef class _Segments:
 
 
 cdef int64_t _columns(object array, str name) except -1:
-    """Row length of a matrix whose other checks come later."""
+    """Row length of a float32 matrix whose other checks come later."""
     cdef const float[:, ::1] view = _read2(array, name, -1, -1)
     _check_dim(view, name)
     return view.shape[1]
+
+
+cdef _Weights _updated(object weights):
+    """The weights that an update writes."""
+    cdef _Weights opened = _Weights.open(weights, "weights", -1, -1, True)
+    opened.check_dim("weights")
+    return opened
 
 
 def segment_grad_pooled(grad_out, occurrence_order, segment_offsets, bag_offsets, feature_mean, out_cols, out, *,
@@ -788,7 +867,7 @@ def update(UpdateRule rule, weights, states, slots, grad, *, admitted=None, num_
     Parameters
     ----------
     rule : UpdateRule
-    weights : float32 (R, D)
+    weights : (R, D)
     states : sequence of float32 (R, D), or (R, 1) for ``"rowwise_adagrad"``
     slots : int64 (k,)
         Distinct where admitted: two updates of one row would race.
@@ -799,10 +878,11 @@ def update(UpdateRule rule, weights, states, slots, grad, *, admitted=None, num_
     """
     cdef _Segments call = _Segments.__new__(_Segments)
     cdef int threads
-    call.seg.dim = _columns(weights, "weights")
+    cdef _Weights rows = _updated(weights)
+    call.seg.dim = rows.dim
     call.grad = _read2(grad, "grad", -1, call.seg.dim)
     call.seg.stop = call.grad.shape[0]
-    call.apply(rule, weights, states, slots, call.seg.stop)
+    call.apply(rule, rows, states, slots, call.seg.stop)
     call.allow(admitted, call.seg.stop)
     if call.seg.stop == 0:
         return
@@ -824,9 +904,10 @@ def segment_update_pooled(UpdateRule rule, weights, states, slots, grad_out, occ
     ----------
     slots : int64 (U,)
     """
+    cdef _Weights rows = _updated(weights)
     cdef _Segments call = _Segments.check(occurrence_order, segment_offsets, admitted, unique_start, unique_stop,
-                                          _columns(weights, "weights"))
-    call.apply(rule, weights, states, slots, call.offsets.shape[0] - 1)
+                                          rows.dim)
+    call.apply(rule, rows, states, slots, call.offsets.shape[0] - 1)
     call.pooled(grad_out, bag_offsets, feature_mean, out_cols, per_sample_weights, num_threads)
     call.run(num_threads)
 
@@ -835,8 +916,9 @@ def segment_update_sequence(UpdateRule rule, weights, states, slots, grad_out, o
                             int64_t first_position=0, admitted=None, int64_t unique_start=0, unique_stop=None,
                             num_threads=None):
     """`segment_grad_sequence` and `update` in one pass over the rows, bit for bit the same."""
+    cdef _Weights rows = _updated(weights)
     cdef _Segments call = _Segments.check(occurrence_order, segment_offsets, admitted, unique_start, unique_stop,
-                                          _columns(weights, "weights"))
-    call.apply(rule, weights, states, slots, call.offsets.shape[0] - 1)
+                                          rows.dim)
+    call.apply(rule, rows, states, slots, call.offsets.shape[0] - 1)
     call.sequence(grad_out, first_position)
     call.run(num_threads)

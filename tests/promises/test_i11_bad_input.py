@@ -47,7 +47,7 @@ CONFIGURATION: list[Case] = [
     (lambda: ec.TableConfig("t", 4, ["a", "a"]), ec.ConfigError, ("'t'", "feature_names", "twice")),
     (lambda: ec.TableConfig("t", 4, "a"), ec.ConfigError, ("feature_names", "list")),
     (lambda: ec.TableConfig("t", 4, pooling="max"), ec.ConfigError, ("pooling", "'max'", "sum", "mean")),
-    (lambda: ec.TableConfig("t", 4, dtype="float64"), ec.ConfigError, ("dtype", "float64", "float32")),
+    (lambda: ec.TableConfig("t", 4, dtype="float64"), ec.ConfigError, ("dtype", "float64", "float32", "bfloat16")),
     (lambda: ec.TableConfig("t", 4, hbm_rows=0), ec.ConfigError, ("hbm_rows", "0")),
     (lambda: ec.TableConfig("t", 4, hbm_rows=2**31), ec.ConfigError, ("hbm_rows", str(2**31))),
     (lambda: ec.TableConfig("t", 4, num_embeddings=-1), ec.ConfigError, ("num_embeddings", "-1")),

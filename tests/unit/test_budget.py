@@ -64,3 +64,13 @@ def test_the_budget_is_never_exceeded_and_hardly_wasted(rows, budget, spec):
     if open_tables:
         slack = budget - layout_bytes(tables, spec, slots)
         assert slack <= sum(row_bytes(tables[t], spec) + 1 for t in open_tables)
+
+
+def test_a_narrow_row_costs_half_the_weights_and_the_same_state():
+    for dtype, size in (("float32", 4), ("float16", 2), ("bfloat16", 2)):
+        table = TableConfig("t", 7, dtype=dtype)
+        assert row_bytes(table, SGD()) == 7 * size
+        assert row_bytes(table, RowWiseAdagrad()) == 7 * size + 4
+        assert row_bytes(table, Adam()) == 7 * size + 56
+    tables = [TableConfig("wide", 8), TableConfig("narrow", 8, dtype="bfloat16")]
+    assert split_budget(tables, SGD(), 32 + 16 + 960, [1, 1]) == [15, 30]

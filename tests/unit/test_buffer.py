@@ -74,3 +74,69 @@ def test_rows_in_and_out_are_exact(kernels, spec):
     weights[1], state[1] = 0, 0
     np.testing.assert_array_equal(back[0], weights)
     np.testing.assert_array_equal(back[1], state)
+
+
+MIXED = [
+    ec.TableConfig("a", 8),
+    ec.TableConfig("b", 8, dtype="bfloat16"),
+    ec.TableConfig("c", 8, dtype="float16"),
+    ec.TableConfig("d", 3, dtype="bfloat16"),
+    ec.TableConfig("e", 8, dtype="bfloat16"),
+    ec.TableConfig(
+        "f",
+        16,
+        dtype="float16",
+        admit_and_evict=ec.AdmitAndEvictConfig(admit_threshold=2, not_admitted_default_value=0.1),
+    ),
+]
+
+
+def test_one_allocation_a_dtype_and_one_a_state_array():
+    layout = TableLayout(MIXED)
+    assert [table.name for table in layout.tables] == ["a", "f", "c", "b", "e", "d"]
+    assert [(g.dim, g.dtype, g.first_table, g.last_table) for g in layout.groups] == [
+        (8, "float32", 0, 1), (16, "float16", 1, 2), (8, "float16", 2, 3), (8, "bfloat16", 3, 5), (3, "bfloat16", 5, 6),
+    ]  # fmt: skip
+    buffer = HbmBuffer(layout, ec.Adam(), backend_for("cpu"), [2, 3, 4, 5, 6, 7])
+    f32, wide, f16, bf16, odd = buffer.weights
+    assert [str(w.dtype)[6:] for w in buffer.weights] == ["float32", "float16", "float16", "bfloat16", "bfloat16"]
+    assert f16.data_ptr() == wide.data_ptr() + 2 * wide.numel() and odd.data_ptr() == bf16.data_ptr() + 2 * bf16.numel()
+    assert len({w.untyped_storage().data_ptr() for w in (f32, f16, bf16)}) == 3
+    for s in range(2):
+        arrays = [states[s] for states in buffer.states]
+        assert all(array.dtype is torch.float32 for array in arrays)
+        for before, after in zip(arrays, arrays[1:], strict=False):
+            assert after.data_ptr() == before.data_ptr() + 4 * before.numel()
+    rows = {"a": 3, "f": 4, "c": 5, "b": 6, "e": 7, "d": 8}
+    size = {"a": 8 * 4, "f": 16 * 2, "c": 8 * 2, "b": 8 * 2, "e": 8 * 2, "d": 3 * 2}
+    assert buffer.bytes == sum(
+        count * (size[name] + 8 * (size[name] // (4 if name == "a" else 2))) for name, count in rows.items()
+    )
+    assert buffer.constants[1] == float(np.float16(0.1)) and buffer.weights[1][3].tolist() == [buffer.constants[1]] * 16
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_rows_in_and_out_keep_every_bit(kernels, dtype):
+    """Signalling NaNs and subnormals included: swaps copy, they do not convert."""
+    config = ec.TableConfig("t", 5, dtype=dtype)
+    buffer = HbmBuffer(TableLayout([config]), ec.RowWiseAdagrad(), backend_for("cpu", kernels=kernels), [20_000])
+    host = ec.EmbCacheManager([config], optimizer=ec.RowWiseAdagrad()).host_tables[0]
+    storage = {"float16": np.float16, "bfloat16": np.int16}[dtype]
+    bits = np.resize(np.arange(2**16, dtype=np.uint16), (14_000, 5))
+    rows = host.insert(np.arange(len(bits)))
+    state = np.random.default_rng(0).random((len(bits), 1), dtype=np.float32)
+    host.write_from(rows, bits.view(storage), None, [state])
+    slots = np.random.default_rng(1).permutation(20_000)[: len(bits)]
+    buffer.swap_in(host, 0, rows, slots)
+    read, read_state = buffer.read(0, slots)
+    assert read.dtype == storage and np.array_equal(read.view(np.uint16), bits) and np.array_equal(read_state, state)
+    host.write_from(rows, np.zeros_like(bits).view(storage), None, [np.zeros_like(state)])
+    buffer.swap_out(host, 0, rows, slots)
+    back, back_state = np.zeros_like(bits), np.zeros_like(state)
+    host.read_into(rows, back.view(storage), None, [back_state])
+    assert np.array_equal(back, bits) and np.array_equal(back_state, state)
+    buffer.resize([25_000])
+    assert np.array_equal(buffer.read(0, slots)[0].view(np.uint16), bits)
+    buffer.move(backend_for("cpu", kernels="torch"))
+    assert np.array_equal(buffer.read(0, slots)[0].view(np.uint16), bits)

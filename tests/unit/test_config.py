@@ -73,3 +73,11 @@ def test_i11_integers_too_long_to_print_are_refused():
     ):
         with pytest.raises(ec.ConfigError, match="int too long to print.*give an integer"):
             build(10**5000)
+
+
+def test_i11_the_default_of_keys_that_are_not_admitted_must_fit_the_type() -> None:
+    rule = ec.AdmitAndEvictConfig(admit_threshold=2, not_admitted_default_value=70000.0)
+    for dtype in ("float32", "bfloat16"):
+        assert ec.TableConfig("t", 4, dtype=dtype, admit_and_evict=rule).dtype == dtype
+    with pytest.raises(ec.ConfigError, match=r"'t': not_admitted_default_value = 70000.0 is infinite in float16"):
+        ec.TableConfig("t", 4, dtype="float16", admit_and_evict=rule)

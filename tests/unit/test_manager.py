@@ -272,7 +272,7 @@ def test_growth_that_memory_refuses_leaves_the_buffer_as_it_was(monkeypatch):
     info = through(manager, [1, 2])
     manager.buffer.weights[0].numpy()[info.slots] = [[1, 1], [2, 2]]
 
-    def refuse(self: object, rows: int, dim: int) -> None:
+    def refuse(self: object, *shape: object) -> None:
         raise ec.HostMemoryError("refused")
 
     monkeypatch.setattr(type(manager.backend), "allocate", refuse)

@@ -74,48 +74,56 @@ EC_ROW_FN int64_t ec_segment_share(const int64_t *offsets, int64_t count, int64_
 /* ------------------------------------------------------------------------------------------------ moving whole rows */
 
 typedef struct {
-    float *weights;
+    char *weights;
     const int64_t *slots;
     const int64_t *inverse;  /* item i uses slots[inverse[i]]; NULL: slots[i] */
-    const float *rows;       /* scatter, add: source */
-    float *out;              /* gather: destination */
+    char *rows;              /* scatter, add: source; gather: destination */
     int64_t count;
     int64_t dim;
+    int64_t weight_bytes;    /* of a row of `weights` */
+    int64_t row_bytes;       /* of one of `rows` */
+    int type;                /* of `weights` */
+    int row_type;            /* of `rows`: the same, copied bit by bit, or EC_FLOAT32 */
     int64_t task_count;
 } ec_move;
 
-EC_ROW_FN float *ec_move_row(const ec_move *move, int64_t item) {
-    return move->weights + (move->inverse ? move->slots[move->inverse[item]] : move->slots[item]) * move->dim;
+EC_ROW_FN char *ec_move_row(const ec_move *move, int64_t item) {
+    return move->weights + (move->inverse ? move->slots[move->inverse[item]] : move->slots[item]) * move->weight_bytes;
 }
 
 EC_ROW_FN void ec_gather_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
-    const int64_t dim = move->dim, ahead = ec_prefetch_distance(dim, 1);
-    for (int64_t i = first; i < last && i < first + ahead; i++) ec_prefetch_row(ec_move_row(move, i), dim);
+    const int64_t bytes = move->weight_bytes, ahead = ec_prefetch_distance(bytes, 1);
+    for (int64_t i = first; i < last && i < first + ahead; i++) ec_prefetch_row(ec_move_row(move, i), bytes);
     for (int64_t i = first; i < last; i++) {
-        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), dim);
-        ec_copy_row(move->out + i * dim, ec_move_row(move, i), dim);
+        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), bytes);
+        char *out = move->rows + i * move->row_bytes;
+        if (move->type == move->row_type) memcpy(out, ec_move_row(move, i), (size_t)bytes);
+        else ec_widen((float *)out, ec_move_row(move, i), move->type, move->dim, avx2);
     }
 }
 
 EC_ROW_FN void ec_scatter_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
-    const int64_t dim = move->dim, ahead = ec_prefetch_distance(dim, 1);
+    const int64_t bytes = move->weight_bytes, ahead = ec_prefetch_distance(bytes, 1);
     for (int64_t i = first; i < last; i++) {
-        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), dim);
-        ec_copy_row(ec_move_row(move, i), move->rows + i * dim, dim);
+        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), bytes);
+        const char *row = move->rows + i * move->row_bytes;
+        if (move->type == move->row_type) memcpy(ec_move_row(move, i), row, (size_t)bytes);
+        else ec_narrow(ec_move_row(move, i), (const float *)row, move->type, move->dim, avx2);
     }
 }
 
+/* float32 only: what is added to is a sum of gradients. */
 EC_ROW_FN void ec_add_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
-    const int64_t dim = move->dim, ahead = ec_prefetch_distance(dim, 1);
+    const int64_t bytes = move->weight_bytes, ahead = ec_prefetch_distance(bytes, 1);
     for (int64_t i = first; i < last; i++) {
-        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), dim);
-        ec_add_row(ec_move_row(move, i), move->rows + i * dim, dim);
+        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), bytes);
+        ec_add_row((float *)ec_move_row(move, i), (const float *)(move->rows + i * move->row_bytes), move->dim);
     }
 }
 
@@ -126,7 +134,8 @@ EC_DEFINE_KERNEL(ec_add, const ec_move)
 /* --------------------------------------------------------------------------------------------------------- bags */
 
 typedef struct {
-    const float *weights;
+    const void *weights;
+    int type;                    /* of `weights` */
     const int64_t *slots;
     const int64_t *inverse;
     const int64_t *bag_offsets;  /* bag f * batch_size + b holds positions bag_offsets[bag] .. bag_offsets[bag + 1] */
@@ -146,9 +155,10 @@ typedef struct {
 
 /* The rows of positions, those before `end` to be looked at. */
 EC_ROW_FN ec_items ec_bags_items(const ec_bags *bags, int64_t end) {
+    const int64_t bytes = bags->dim * ec_type_bytes(bags->type);
     const ec_items items = {.base = bags->weights, .ids = bags->inverse, .places = bags->slots, .coefs = bags->coefs,
-                            .stride = bags->dim, .dim = bags->dim, .ahead = ec_prefetch_distance(bags->dim, 1),
-                            .end = end};
+                            .stride = bytes, .dim = bags->dim, .row_bytes = bytes,
+                            .ahead = ec_prefetch_distance(bytes, 1), .end = end};
     return items;
 }
 
@@ -167,12 +177,12 @@ EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task, const int avx2) {
         if (start == end) {
             memset(out, 0, (size_t)dim * 4);
         } else if (end - start == 1 && !items.coefs) {
-            ec_copy_row(out, ec_lone_row(&items, start), dim);
+            ec_give_row(out, ec_lone_row(&items, start), bags->type, dim, avx2);
         } else {
             /* By block, so that the columns of a long row find the item's place in the cache. */
             for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
                 const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
-                EC_CLONE_OF(ec_sum_items, avx2)(out, &items, at, stop, at > start);
+                ec_sum_rows(out, &items, bags->type, at, stop, at > start, avx2);
             }
         }
         if (bags->feature_mean[feature] && end - start > 1) ec_divide_row(out, (float)(end - start), dim);
@@ -190,6 +200,7 @@ EC_ROW_FN void ec_coef_grad_body(const ec_bags *bags, int64_t task, const int av
     const int64_t last = ec_segment_share(offsets, bags->bag_count, task + 1, bags->task_count);
     if (first >= last) return;
     const ec_items items = ec_bags_items(bags, offsets[last]);
+    float wide[EC_MAX_DIM];
     ec_prefetch_first(&items, offsets[first]);
     int64_t feature = first / bags->batch_size, sample = first % bags->batch_size;
     for (int64_t bag = first; bag < last; bag++) {
@@ -197,7 +208,9 @@ EC_ROW_FN void ec_coef_grad_body(const ec_bags *bags, int64_t task, const int av
         const float *grad = bags->grad + sample * bags->width + bags->out_cols[feature];
         const float divisor = bags->feature_mean[feature] && end > start ? (float)(end - start) : 1.0f;
         for (int64_t at = start; at < end; at++) {
-            bags->out[at - offsets[0]] = ec_dot(grad, ec_lone_row(&items, at), dim) / divisor;
+            const void *row = ec_lone_row(&items, at);
+            if (bags->type != EC_FLOAT32) ec_widen(wide, row, bags->type, dim, avx2);
+            bags->out[at - offsets[0]] = ec_dot(grad, bags->type == EC_FLOAT32 ? (const float *)row : wide, dim) / divisor;
         }
         if (++sample == bags->batch_size) {
             sample = 0;
@@ -250,7 +263,9 @@ typedef struct {
     const uint8_t *admitted;     /* of each unique, or NULL: all are */
     float *out;                  /* [stop - start, dim], or NULL: apply the rule at once */
     const float *rows;           /* two-step update: gradient of unique u at rows + (u - start) * dim */
-    float *weights;
+    char *weights;
+    int type;                    /* of `weights` */
+    int64_t weight_bytes;        /* of a row of them */
     float *state0, *state1;      /* not NULL: `weights` where the rule has no such array */
     int64_t width0, width1;      /* floats a row in each state array, 0 where there is none */
     const ec_rule *rule;
@@ -283,9 +298,11 @@ static inline int64_t ec_hot_uniques(const ec_segments *seg, int64_t *uniques, i
 
 /* The gradients of occurrences, those before `end` to be looked at. */
 EC_ROW_FN ec_items ec_segments_items(const ec_segments *seg, int64_t end) {
-    const ec_items items = {.base = seg->grad, .ids = seg->order, .places = seg->sources, .coefs = seg->factors,
-                            .id_base = seg->first_position, .stride = seg->sources ? 1 : seg->dim, .dim = seg->dim,
-                            .ahead = ec_prefetch_distance(seg->dim, 1), .end = end, .coefs_by_id = seg->factors != NULL};
+    const int64_t bytes = seg->dim * 4;
+    const ec_items items = {.base = (const char *)seg->grad, .ids = seg->order, .places = seg->sources,
+                            .coefs = seg->factors, .id_base = seg->first_position, .stride = seg->sources ? 4 : bytes,
+                            .dim = seg->dim, .row_bytes = bytes, .ahead = ec_prefetch_distance(bytes, 1), .end = end,
+                            .coefs_by_id = seg->factors != NULL};
     return items;
 }
 
@@ -309,15 +326,20 @@ EC_ROW_FN void ec_hot_body(const ec_segments *seg, int64_t task, const int avx2)
 EC_ROW_FN void ec_prefetch_updated(const ec_segments *seg, int64_t unique) {
     if (seg->admitted && !seg->admitted[unique]) return;
     const int64_t slot = seg->slots[unique];
-    ec_prefetch_row(seg->weights + slot * seg->dim, seg->dim);
-    ec_prefetch_row(seg->state0 + slot * seg->width0, seg->width0);
-    ec_prefetch_row(seg->state1 + slot * seg->width1, seg->width1);
+    ec_prefetch_row(seg->weights + slot * seg->weight_bytes, seg->weight_bytes);
+    ec_prefetch_row(seg->state0 + slot * seg->width0, seg->width0 * 4);
+    ec_prefetch_row(seg->state1 + slot * seg->width1, seg->width1 * 4);
 }
 
 EC_ROW_FN void ec_update_unique(const ec_segments *seg, int64_t unique, const float *grad, const int avx2) {
     const int64_t slot = seg->slots[unique];
-    EC_CLONE_OF(ec_update_row, avx2)(seg->rule, seg->weights + slot * seg->dim, seg->state0 + slot * seg->width0,
-                                     seg->state1 + slot * seg->width1, grad, seg->dim);
+    char *weights = seg->weights + slot * seg->weight_bytes;
+    float *state0 = seg->state0 + slot * seg->width0, *state1 = seg->state1 + slot * seg->width1;
+    if (seg->type == EC_FLOAT32) {
+        EC_CLONE_OF(ec_update_row, avx2)(seg->rule, (float *)weights, state0, state1, grad, seg->dim);
+    } else {
+        EC_CLONE_OF(ec_update_narrow, avx2)(seg->rule, weights, seg->type, state0, state1, grad, seg->dim);
+    }
 }
 
 EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task, const int avx2) {
@@ -327,7 +349,7 @@ EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task, const int a
     const int64_t last = seg->start + ec_segment_share(offsets, unique_count, task + 1, seg->task_count);
     const int64_t dim = seg->dim;
     const int fused = seg->out == NULL;
-    const int64_t rows_ahead = ec_prefetch_distance(dim, 1 + (seg->width0 == dim) + (seg->width1 == dim));
+    const int64_t rows_ahead = ec_prefetch_distance(dim * 4, 1 + (seg->width0 == dim) + (seg->width1 == dim));
     float sum[EC_MAX_DIM], partial[EC_MAX_DIM];
     if (first >= last) return;
     const ec_items items = ec_segments_items(seg, seg->offsets[last]);
@@ -370,7 +392,7 @@ EC_ROW_FN void ec_update_body(const ec_segments *seg, int64_t task, const int av
     const int64_t first = seg->start + ec_share(count, task, seg->task_count);
     const int64_t last = seg->start + ec_share(count, task + 1, seg->task_count);
     const int64_t dim = seg->dim;
-    const int64_t ahead = ec_prefetch_distance(dim, 1 + (seg->width0 == dim) + (seg->width1 == dim));
+    const int64_t ahead = ec_prefetch_distance(dim * 4, 1 + (seg->width0 == dim) + (seg->width1 == dim));
     for (int64_t u = first; u < last && u < first + ahead; u++) ec_prefetch_updated(seg, u);
     for (int64_t u = first; u < last; u++) {
         if (u + ahead < last) ec_prefetch_updated(seg, u + ahead);

@@ -56,9 +56,18 @@ cdef extern from "ec_peek.h":
         int state
 
 
+cdef class Shelf:
+    cdef void *data              # from malloc, or NULL
+    cdef size_t held             # its bytes
+    cdef size_t take(self, size_t size, void **data) noexcept
+    cdef void put(self, void *data, size_t size) noexcept
+
+
 cdef class Block:
     cdef void *data              # from malloc, or NULL
-    cdef Py_ssize_t size
+    cdef Py_ssize_t size         # bytes in use
+    cdef size_t held             # bytes
+    cdef Shelf shelf             # where it goes at the end, or None
 
 
 cdef class Plan:

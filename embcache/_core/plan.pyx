@@ -14,19 +14,60 @@ from libc.string cimport memset
 cdef object frombuffer = np.frombuffer
 cdef object int64 = np.int64
 
+cdef enum:
+    SHELVED_BYTES = 1 << 20  # smaller blocks come back from malloc with their pages
+
 STATES = ("planned", "swapped_out", "swapped_in", "finished", "cancelled")  # by EC_PLANNED ...
 
 
 @final
+cdef class Shelf:
+    """Room for one large malloc block that a plan has done with, so that the next plan need not ask the system for pages.
+
+    The GIL guards it. What is taken from it belongs to the taker.
+    """
+
+    def __cinit__(self):
+        self.data = NULL
+        self.held = 0
+
+    def __dealloc__(self):
+        free(self.data)
+
+    cdef size_t take(self, size_t size, void **data) noexcept:
+        """Hand over the block if it is worth while and large enough: its bytes, or 0 and NULL."""
+        data[0] = NULL
+        if self.data == NULL or size < SHELVED_BYTES or size > self.held:
+            return 0
+        data[0] = self.data
+        self.data = NULL
+        return self.held
+
+    cdef void put(self, void *data, size_t size) noexcept:
+        """Keep the larger of this block and the one here, and free the other."""
+        if self.data == NULL or size > self.held:
+            free(self.data)
+            self.data = data
+            self.held = size
+        else:
+            free(data)
+
+
+@final
 cdef class Block:
-    """Owner of one malloc block, seen by NumPy through the buffer protocol, read-only; freed with the last view."""
+    """Owner of one malloc block, seen by NumPy through the buffer protocol, read-only; shelved or freed with the last view."""
 
     def __cinit__(self):
         self.data = NULL
         self.size = 0
+        self.held = 0
+        self.shelf = None
 
     def __dealloc__(self):
-        free(self.data)
+        if self.shelf is None or self.held < SHELVED_BYTES:
+            free(self.data)
+        else:
+            self.shelf.put(self.data, self.held)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         if flags & 1:  # PyBUF_WRITABLE

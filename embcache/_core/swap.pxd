@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from embcache._core.filter cimport FeatureFilter, ec_filter
-from embcache._core.plan cimport EC_CANCELLED, EC_FINISHED, EC_PLANNED, EC_SWAPPED_IN, EC_SWAPPED_OUT, Plan, ec_arrays, ec_part, ec_part_free, ec_plan, ec_vec
+from embcache._core.plan cimport EC_CANCELLED, EC_FINISHED, EC_PLANNED, EC_SWAPPED_IN, EC_SWAPPED_OUT, Plan, Shelf, ec_arrays, ec_part, ec_part_free, ec_plan, ec_vec
 from embcache._core.table cimport ec_table
 from embcache._core.threads cimport ec_task_fn
 
@@ -112,6 +112,7 @@ cdef extern from "ec_work.h":
         uint64_t *seed
         ec_vec plain
         ec_vec chunks
+        void *spare
         void (*find)(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, int threads) noexcept nogil
         int (*bear)(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born, int threads) noexcept nogil
 
@@ -177,6 +178,7 @@ cdef class SwapManager:
     cdef ec_plan **plans         # unfinished ones, oldest first: what `unfinished` holds, for C
     cdef int64_t plan_room
     cdef list unfinished         # of Plan
+    cdef Shelf shelf             # a large block for the next plan's arrays
     cdef list tables             # of Table, kept alive
     cdef list filters            # of FeatureFilter or None
     cdef pthread_mutex_t mutex   # taken with the GIL released; held by every door

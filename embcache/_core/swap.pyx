@@ -39,7 +39,7 @@ from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 
 from embcache._core.filter cimport FeatureFilter
-from embcache._core.plan cimport Block, Plan
+from embcache._core.plan cimport Block, Plan, Shelf
 from embcache._core.table cimport (
     EC_CAPACITY,
     EC_LIMIT,
@@ -137,6 +137,7 @@ cdef class SwapManager:
         self.pid = os.getpid()
         self.number = next(_manager_numbers)
         self.unfinished = []
+        self.shelf = Shelf()
 
         self.tables = list(tables)
         cdef int64_t count = len(self.tables)
@@ -316,6 +317,8 @@ cdef class SwapManager:
 
         self.enter()
         cdef Plan plan
+        cdef Block front
+        cdef size_t spare_bytes
         try:
             plan = Plan.__new__(Plan)
             plan.plan.parts = <ec_part *>calloc(self.work.tables, sizeof(ec_part))
@@ -323,8 +326,9 @@ cdef class SwapManager:
                 raise host_memory("planning a batch")
             plan.tables = self.work.tables
             plan.owner = self.number
-            plan.front = Block()
+            plan.front = front = Block()
             plan.back = Block()
+            spare_bytes = self.shelf.take(n * 16, &self.work.spare)
             self.work.parts = plan.plan.parts
             memset(&self.work.out, 0, sizeof(ec_arrays))
             self.unfinished.append(plan)  # now, since nothing may fail once the plan is made
@@ -335,8 +339,14 @@ cdef class SwapManager:
                 if status == EC_OK and locked == self.work.tables:
                     status = self.run()
                     self.unlock_tables(locked)
-            (<Block>plan.front).data = self.work.out.front
-            (<Block>plan.front).size = n * 16
+            if self.work.spare != NULL:  # the plan did not get that far
+                self.shelf.put(self.work.spare, spare_bytes)
+                self.work.spare = NULL
+                spare_bytes = 0
+            front.data = self.work.out.front
+            front.size = n * 16
+            front.held = max(spare_bytes, <size_t>front.size)
+            front.shelf = self.shelf
             (<Block>plan.back).data = self.work.out.back
             (<Block>plan.back).size = self.work.out.back_bytes
             self.work.parts = NULL

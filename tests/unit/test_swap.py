@@ -707,3 +707,48 @@ def test_peek_from_another_thread_while_plans_are_made():
     stop.set()
     reader.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_arrays_of_a_large_plan_serve_the_next_one_and_never_two_at_once(num_threads):
+    n = 100_000  # keys whose arrays are worth keeping
+    first, second = np.arange(n), np.arange(n)[::-1].copy()
+    with SwapManager([Table("t", 1)], [2 * n], num_threads=num_threads) as manager:
+
+        def plan(keys):
+            made = manager.plan(keys, np.array([0, len(keys)]))
+            manager.cancel(made)
+            return made
+
+        def address(array):
+            return array.__array_interface__["data"][0]
+
+        held = plan(first).occurrence_order  # its plan is gone, the array is not
+        kept, other = held.copy(), plan(second)
+        assert address(other.inverse) != address(held) - 8 * n
+        assert np.array_equal(held, kept) and np.array_equal(other.inverse, np.arange(n))
+        where = address(other.inverse)
+        del other
+        again = plan(first[: n - 1000])
+        assert address(again.inverse) == where and len(again.inverse) == n - 1000
+        assert address(plan(first).inverse) != where  # in use
+        del again
+        small = plan(first[:10])
+        assert address(small.inverse) != where and small.inverse.tolist() == list(range(10))
+    assert np.array_equal(held, kept)
+
+
+def test_i03_a_large_plan_that_fails_gives_its_block_back():
+    n = 100_000
+    with SwapManager([Table("t", 1)], [10], num_threads=1) as manager:
+
+        def where():
+            made = manager.plan(np.zeros(n, np.int64), np.array([0, n]))
+            manager.cancel(made)
+            return made.inverse.__array_interface__["data"][0]
+
+        before = where()
+        for _ in range(3):
+            with pytest.raises(HbmCapacityError):
+                manager.plan(np.arange(n), np.array([0, n]))
+        assert where() == before

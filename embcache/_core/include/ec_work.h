@@ -64,6 +64,7 @@ typedef struct {
     ec_vec plain;  /* of int64_t: tables whose dedup is one task */
     ec_vec chunks; /* of ec_chunk */
     ec_block scratch; /* what the arrays above are carved from */
+    void *spare;      /* a block of an earlier plan that is large enough for this one's `front`, or NULL */
     /* batch doors of the host table */
     void (*find)(ec_table *, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, int threads);
     int (*bear)(ec_table *, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born, int threads);
@@ -148,8 +149,9 @@ static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets
         if (size >= cut_from && size > large) large = size;
     }
     if (ec_vec_reserve(&w->plain, w->tables, sizeof(int64_t)) || ec_work_reserve(w, w->n, large)) return EC_NOMEM;
-    void *front = ec_take(NULL, (size_t)w->n * 16);
+    void *front = w->spare ? w->spare : ec_take(NULL, (size_t)w->n * 16);
     if (!front) return EC_NOMEM;
+    w->spare = NULL;
     w->out.front = front;
     w->out.inverse = (int64_t *)front;
     w->out.order = (int64_t *)front + w->n;

@@ -25,6 +25,7 @@ __all__ = [
     "Normal",
     "OptimizerSpec",
     "RowWiseAdagrad",
+    "ShowClick",
     "TableConfig",
     "TruncatedNormal",
     "Uniform",
@@ -271,14 +272,65 @@ class Adam(OptimizerSpec):
 
 
 @dataclass(frozen=True)
+class ShowClick:
+    """How keys are scored by the show/click policy: score = alpha * shows + beta * clicks, in float64.
+
+    Each occurrence of a key is a show; it is a click too where the label of its example is above 0.
+
+    Attributes
+    ----------
+    alpha, beta : float
+        Worth of a show and of a click, >= 0; not both 0.
+    score_decay : float
+        What every score is multiplied by at each sweep, 0 to 1.
+    evict_percentage : float
+        Share of the keys, 0 to 1, that each sweep evicts: those with rows that have the lowest scores, rounded down, ties
+        by the smaller key; and the same share of the keys that wait for a row. Keys that the batch of the sweep brings for
+        the first time, and rows that training has not met, are not in it. 0 is off.
+
+    Notes
+    -----
+    A score that was last changed s sweeps ago is read as score * score_decay ** s, the power by repeated squaring. A sweep
+    looks at every row in its step: which ones have the lowest scores depends on all of them.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    score_decay: float = 1.0
+    evict_percentage: float = 0.0
+
+    def __post_init__(self) -> None:
+        owner = "ShowClick"
+        for name in ("alpha", "beta"):
+            value = _finite(owner, name, getattr(self, name), low=0.0, float32=False)
+            object.__setattr__(self, name, value + 0.0)  # no negative zero
+        for name in ("score_decay", "evict_percentage"):
+            value = _finite(owner, name, getattr(self, name), low=0.0, float32=False)
+            if value > 1.0:
+                raise ConfigError(f"{owner}: {name} = {value!r}; give a number from 0 to 1")
+            object.__setattr__(self, name, value + 0.0)
+        if self.alpha == 0.0 and self.beta == 0.0:
+            raise ConfigError(f"{owner}: alpha = beta = 0.0 scores every key 0; make one of them positive")
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether a sweep has anything to do."""
+        return self.score_decay < 1.0 or self.evict_percentage > 0.0
+
+
+@dataclass(frozen=True)
 class AdmitAndEvictConfig:
     """When a key earns a row and when it loses it.
+
+    In step s = 1, 2, ... of training: all occurrences of the batch are counted; then, where s is a multiple of
+    `evict_step_interval`, the sweep; then each key is admitted, or not, for the whole batch. A key swept in its own batch
+    reads the default.
 
     Attributes
     ----------
     admit_threshold : int
         A key is admitted once its number of occurrences (all of the current batch included) has reached this;
-        -1 (off), 0 and 1 admit at once.
+        -1 (off), 0 and 1 admit at once. With ``policy="show_click"`` a float, and the score that admits; <= 0 admits at once.
     not_admitted_default_value : float
         What every element of a key reads until it is admitted.
     evict_threshold : int
@@ -294,23 +346,48 @@ class AdmitAndEvictConfig:
     time_source : str
         ``"timestamps"``: each batch brings int64 timestamps, one per value. ``"step"``: the step number is the time.
     policy : str
-        ``"count"``. (``"show_click"`` is not in this version.)
-    show_click : object
-        Parameters of the show/click policy. Only None in this version.
+        ``"count"``: occurrences admit, time evicts. ``"show_click"``: a score does both (`ShowClick`); each batch brings
+        labels, one an example.
+    show_click : ShowClick, optional
+        Parameters of the show/click policy; default: ``ShowClick()``.
+    admit_probability : float
+        Chance above 0, up to 1 (always), that an occurrence admits: each occurrence from the `admit_threshold`-th on is
+        drawn once, in its step. The draws are a function of `admit_seed`, key, step and place among the key's occurrences
+        in the step, so they do not depend on threads or slots. With an `admit_threshold` of 1 or less no counters of waiting
+        keys are kept.
+    admit_seed : int
+        Of those draws and of the sketch.
+    sketch_bytes : int
+        Bound of the memory for counts of keys that wait: instead of one entry a key, a count-min sketch (see
+        ``_core/include/ec_sketch.h``). Its counts are never too low within its window, and too high by 2 or more in at
+        most 3.7 % of the cases: then a key is admitted early. The window is two generations of up to width / 2 occurrences
+        of waiting keys each, width = ``sketch_bytes`` / 8 for thresholds up to 255 (/ 16 up to 65,535; / 32 above); older
+        occurrences are forgotten, and so are, at a sweep, generations that began before its cut-off. Waiting keys are not
+        listed and not swept one by one: `forgotten` does not count them. 0 is off (exact counts); else 1,024 or more, with
+        an `admit_threshold` of 2 or more and policy ``"count"``.
     """
 
-    admit_threshold: int = -1
+    admit_threshold: float = -1
     not_admitted_default_value: float = 0.0
     evict_threshold: int = 0
     evict_step_interval: int = 0
     evict_keep_min: int = 0
     time_source: str = "timestamps"
     policy: str = "count"
-    show_click: Any = None
+    show_click: ShowClick | None = None
+    admit_probability: float = 1.0
+    admit_seed: int = 0
+    sketch_bytes: int = 0
 
     def __post_init__(self) -> None:
         owner = "AdmitAndEvictConfig"
-        object.__setattr__(self, "admit_threshold", _integer(owner, "admit_threshold", self.admit_threshold, low=-1))
+        self._check_policy(owner)
+        scores = self.show_click is not None
+        if scores:
+            threshold: float = _finite(owner, "admit_threshold", self.admit_threshold, low=-1.0, float32=False) + 0.0
+        else:
+            threshold = _integer(owner, "admit_threshold", self.admit_threshold, low=-1)
+        object.__setattr__(self, "admit_threshold", threshold)
         value = _finite(owner, "not_admitted_default_value", self.not_admitted_default_value)
         object.__setattr__(self, "not_admitted_default_value", value)
         object.__setattr__(self, "evict_threshold", _integer(owner, "evict_threshold", self.evict_threshold, low=0))
@@ -320,35 +397,88 @@ class AdmitAndEvictConfig:
             raise ConfigError(
                 f"{owner}: evict_threshold = {self.evict_threshold} without a sweep; set evict_step_interval to 1 or more"
             )
-        if self.evict_threshold == 0 and interval > 0:
+        if self.evict_threshold == 0 and interval > 0 and not scores:
             raise ConfigError(
                 f"{owner}: evict_step_interval = {interval} without an evict_threshold; set evict_threshold to 1 or more"
             )
         if not isinstance(self.time_source, str) or self.time_source not in ("timestamps", "step"):
             raise ConfigError(f'{owner}: time_source = {self.time_source!r}; give "timestamps" or "step"')
-        if not isinstance(self.policy, str) or self.policy != "count" or self.show_click is not None:
-            raise ConfigError(
-                f'{owner}: policy = {self.policy!r}, show_click = {self.show_click!r}; this version has policy "count" only'
-            )
         keep = _integer(owner, "evict_keep_min", self.evict_keep_min, low=0)
         object.__setattr__(self, "evict_keep_min", keep)
-        if keep > 0 and self.evict_threshold == 0:
-            raise ConfigError(f"{owner}: evict_keep_min = {keep} without eviction; set evict_threshold to 1 or more")
+        if keep > 0 and not self.evicts:
+            raise ConfigError(
+                f"{owner}: evict_keep_min = {keep} without eviction; set evict_threshold (or evict_percentage of ShowClick)"
+            )
+        self._check_chance_and_sketch(owner)
+
+    def _check_policy(self, owner: str) -> None:
+        """Fill in or refuse `show_click`, and what does not go with it."""
+        if not isinstance(self.policy, str) or self.policy not in ("count", "show_click"):
+            raise ConfigError(f'{owner}: policy = {self.policy!r}; give "count" or "show_click"')
+        if self.policy == "count":
+            if self.show_click is not None:
+                raise ConfigError(
+                    f'{owner}: show_click = {self.show_click!r} with policy "count"; set policy="show_click"'
+                )
+            return
+        if self.show_click is None:
+            object.__setattr__(self, "show_click", ShowClick())
+        if not isinstance(self.show_click, ShowClick):
+            raise ConfigError(f"{owner}: show_click = {self.show_click!r}; give a ShowClick or None")
+        if self.evict_threshold != 0:
+            raise ConfigError(
+                f'{owner}: evict_threshold = {self.evict_threshold!r} with policy "show_click"; a score evicts, not time: leave it 0'
+            )
+        if self.time_source != "timestamps":
+            raise ConfigError(
+                f'{owner}: time_source = {self.time_source!r} with policy "show_click", which has no time; leave it out'
+            )
+        interval = whole_number(self.evict_step_interval)
+        if interval == 0 and self.show_click.sweeps:
+            raise ConfigError(f"{owner}: {self.show_click!r} without a sweep; set evict_step_interval to 1 or more")
+        if interval and not self.show_click.sweeps:
+            raise ConfigError(
+                f"{owner}: evict_step_interval = {interval} with nothing to sweep; set score_decay or evict_percentage of ShowClick"
+            )
+
+    def _check_chance_and_sketch(self, owner: str) -> None:
+        chance = _finite(owner, "admit_probability", self.admit_probability, above=0.0, float32=False)
+        if chance > 1.0:
+            raise ConfigError(f"{owner}: admit_probability = {chance!r}; give a number above 0, up to 1")
+        object.__setattr__(self, "admit_probability", chance)
+        object.__setattr__(self, "admit_seed", _integer(owner, "admit_seed", self.admit_seed, low=INT64_MIN))
+        sketch = _integer(owner, "sketch_bytes", self.sketch_bytes, low=0, high=2**46)
+        object.__setattr__(self, "sketch_bytes", sketch)
+        if sketch == 0:
+            return
+        if sketch < 1024:
+            raise ConfigError(f"{owner}: sketch_bytes = {sketch}; give 1024 or more, or 0 for exact counts")
+        if self.policy != "count" or not 2 <= self.admit_threshold < 2**32:
+            raise ConfigError(
+                f"{owner}: sketch_bytes = {sketch} with policy {self.policy!r} and admit_threshold = {self.admit_threshold!r}; a sketch counts "
+                'occurrences: it goes with policy "count" and an admit_threshold from 2 to 2**32 - 1'
+            )
 
     @property
     def admits(self) -> bool:
         """Whether a key may have to wait for its row."""
-        return self.admit_threshold > 1
+        at_once = 0 if self.policy == "show_click" else 1
+        return self.admit_threshold > at_once or self.admit_probability < 1.0
 
     @property
     def evicts(self) -> bool:
         """Whether sweeps happen."""
-        return self.evict_threshold > 0
+        return self.evict_threshold > 0 or (self.show_click is not None and self.show_click.evict_percentage > 0.0)
 
     @property
     def needs_timestamps(self) -> bool:
         """Whether a batch must bring timestamps."""
-        return self.evicts and self.time_source == "timestamps"
+        return self.evict_threshold > 0 and self.time_source == "timestamps"
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether a batch must bring labels."""
+        return self.policy == "show_click"
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class JaggedFeatures:
     timestamps : int64 tensor, shape (n,), optional
         Event time of each value, for tables with time eviction.
     labels : tensor, shape (B,), optional
-        Carried along for the caller.
+        Of each example; above 0 is a click of all its keys, for tables with the show/click policy.
 
     Raises
     ------
@@ -296,7 +296,11 @@ def as_jagged_features(batch: Any) -> JaggedFeatures:
         )
     timestamps = getattr(batch, "timestamps_or_none", getattr(batch, "timestamps", None))
     timestamps = timestamps() if callable(timestamps) else timestamps
-    return JaggedFeatures(list(batch.keys()), batch.values(), batch.lengths(), batch.weights_or_none(), timestamps)
+    labels = getattr(batch, "labels_or_none", None)
+    labels = labels() if callable(labels) else None
+    return JaggedFeatures(
+        list(batch.keys()), batch.values(), batch.lengths(), batch.weights_or_none(), timestamps, labels
+    )
 
 
 class JaggedTensor:

@@ -49,6 +49,8 @@ class FlatBatch:
     bag_offsets : int64 (columns * batch_size + 1,)
         Positions at which each bag starts; a table's bags are adjacent.
     timestamps : int64 (n,), or None
+    clicked : uint8 (n,), or None
+        Whether the label of the value's example is above 0; only where a table has the show/click policy.
     weights : float32 tensor (n,), or None
         Per-sample weights in the same order; connected to the caller's weights in autograd.
     lengths : int64 tensor (features of the batch * batch_size,)
@@ -62,6 +64,7 @@ class FlatBatch:
     table_offsets: np.ndarray
     bag_offsets: np.ndarray
     timestamps: np.ndarray | None
+    clicked: np.ndarray | None
     weights: torch.Tensor | None
     lengths: torch.Tensor
     sources: np.ndarray
@@ -125,6 +128,9 @@ class TableLayout:
             any(table.admit_and_evict for table in self.tables[g.first_table : g.last_table]) for g in self.groups
         ]
         self._name_outputs(tables)
+        self._needs_labels = any(
+            table.admit_and_evict is not None and table.admit_and_evict.needs_labels for table in self.tables
+        )
         self._sources: dict[tuple[str, ...], tuple[np.ndarray, bool]] = {}
 
     def _make_groups(self) -> list[DimGroup]:
@@ -190,6 +196,14 @@ class TableLayout:
         self._sources[keys] = source, bool(np.array_equal(source, np.arange(len(keys))))
         return self._sources[keys]
 
+    def _clicked(self, batch: JaggedFeatures, lengths: np.ndarray) -> np.ndarray | None:
+        """Whether each value's example was clicked, uint8 (n,); `lengths` are those of the columns' bags."""
+        labels = batch.labels_or_none() if self._needs_labels else None
+        if labels is None:
+            return None
+        clicked = (labels.detach().cpu().reshape(-1) > 0).numpy().astype(np.uint8)
+        return np.repeat(np.tile(clicked, len(self.column_features)), lengths)
+
     def flatten(self, batch: JaggedFeatures) -> FlatBatch:
         """Return `batch` in table-major order. Features that no table uses are left out.
 
@@ -230,6 +244,7 @@ class TableLayout:
             table_offsets=table_offsets,
             bag_offsets=bag_offsets,
             timestamps=stamps,
+            clicked=self._clicked(batch, lengths),
             weights=weights,
             lengths=batch.lengths(),
             sources=source,

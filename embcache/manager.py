@@ -257,7 +257,7 @@ class EmbCacheManager:
         ShapeError
             The batch does not fit (a feature is missing, lengths do not sum up).
         ConfigError
-            Timestamps are missing for a table that evicts by them.
+            Timestamps are missing for a table that evicts by them, or labels for one with the show/click policy.
         HbmCapacityError
             The batch needs more slots than there are. Nothing has changed then, filters included (promise I3).
         """
@@ -309,10 +309,10 @@ class EmbCacheManager:
     def _plan_with_room(self, flat: FlatBatch) -> Plan:
         """Plan; where the buffer may grow, see first that the batch and a few like it fit beside the residents."""
         if not self._growing:
-            return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
+            return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked)
         alone = not self.planner.outstanding
         try:
-            plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
+            plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked)
             if plan.misses == 0 and plan.num_uniques * self._headroom <= self._slots.min():
                 return plan  # nothing left, and there is room: by far the most frequent case once a buffer has grown
         except HbmCapacityError as error:
@@ -338,7 +338,7 @@ class EmbCacheManager:
         wanted = self._wanted(uniques, plan.table_misses)
         self.planner.cancel(plan)
         self._grow(wanted)
-        return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps)
+        return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked)
 
     def _wanted(self, uniques: np.ndarray, misses: np.ndarray) -> np.ndarray:
         """Slots each table needs to keep its residents, take `misses` in, and have room for a few batches like this."""
@@ -622,8 +622,7 @@ class EmbCacheManager:
         planner = self._make_planner(capacities)
         for t, table in enumerate(self.layout.tables):
             if table.admit_and_evict is not None:
-                state = old.filter_state(t)
-                planner.load_filter_state(t, *(state[name] for name in ("keys", "counts", "last", "newest", "step")))
+                planner.import_filter(t, old.export_filter(t))
         planner.start_at(old.step)
         self.buffer.resize(capacities)
         planner.set_bases(self.buffer.bases)

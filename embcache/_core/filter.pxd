@@ -1,6 +1,6 @@
 """C contract of the feature filter: counters of keys that have no row yet, and the rule of admission and eviction."""
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t
 
 cdef extern from "ec_filter.h":
     ctypedef struct ec_filter_rule:
@@ -10,15 +10,25 @@ cdef extern from "ec_filter.h":
         int64_t keep_min         # rows that a sweep leaves at least
         int time_is_step         # the step number is the timestamp
         int needs_timestamps     # a batch with keys must bring timestamps
+        int admit_always         # an occurrence that may admit does
+        uint64_t admit_below     # else in so many of 2**64 cases
+        uint64_t seed            # of admission by chance and of the sketch
+        int64_t sketch_bytes     # 0: exact counts of waiting keys
+        int scores               # the show/click policy
+        double alpha, beta, decay, evict_share, admit_score
 
     ctypedef struct ec_filter:
         ec_filter_rule rule
         int64_t newest           # largest timestamp seen; INT64_MIN: none yet
+        int64_t epoch            # show/click: sweeps so far
+
+    double ec_filter_score(const ec_filter *f, int64_t count, int64_t last) noexcept nogil
 
 
 cdef class FeatureFilter:
     cdef ec_filter f             # changed by the planner only, under its lock
     cdef readonly object config  # AdmitAndEvictConfig
     cdef int64_t pid             # the process that made it
+    cdef object cells(self, void *block)
     cdef int64_t size(self) noexcept nogil   # keys waiting, and dead ones that are not taken away yet
     cdef int64_t export(self, int64_t *keys, int64_t *counts, int64_t *last) noexcept nogil  # the living, in entry order

@@ -101,6 +101,7 @@ cdef extern from "ec_work.h":
         int64_t tables
         int64_t n
         int64_t sweep_rows
+        const uint8_t *clicked
         ec_side *sides
         ec_part *parts
         ec_arrays out

@@ -271,7 +271,7 @@ cdef class SwapManager:
 
     # ------------------------------------------------------------------------------------------------------------ plan
 
-    def plan(self, keys, table_offsets, timestamps=None):
+    def plan(self, keys, table_offsets, timestamps=None, clicked=None):
         """Plan one training batch.
 
         Parameters
@@ -282,6 +282,8 @@ cdef class SwapManager:
             Table t's keys are ``keys[table_offsets[t]:table_offsets[t + 1]]``.
         timestamps : int64[n], optional
             Event times of the keys; needed where a table evicts by time.
+        clicked : uint8[n], optional
+            Whether each occurrence was clicked; needed where a table has the show/click policy.
 
         Returns
         -------
@@ -292,7 +294,7 @@ cdef class SwapManager:
         ShapeError
             An array is not int64, not contiguous or of the wrong length, or offsets do not rise from 0 to n.
         ConfigError
-            A table needs timestamps and has keys, but none are given.
+            A table needs timestamps, or clicks, and has keys, but none are given.
         HbmCapacityError
             A table has too few slots that no unfinished batch pins.
         HostMemoryError
@@ -303,6 +305,12 @@ cdef class SwapManager:
         cdef const int64_t[::1] offset_view = int64_array("table_offsets", table_offsets, self.work.tables + 1)
         cdef const int64_t[::1] time_view = None if timestamps is None else int64_array("timestamps", timestamps, n)
         cdef const int64_t *times = &time_view[0] if timestamps is not None and n > 0 else NULL
+        cdef const uint8_t[::1] click_view = None
+        if clicked is not None:
+            if not isinstance(clicked, np.ndarray) or clicked.dtype != np.uint8 or clicked.shape != (n,) or not clicked.flags.c_contiguous:
+                raise ShapeError(f"clicked: {clicked!r}; give a contiguous uint8 array of {n}")
+            click_view = clicked
+        cdef const uint8_t *clicks = &click_view[0] if clicked is not None and n > 0 else NULL
         cdef int64_t t, locked = 0
         cdef int status
         if offset_view[0] != 0 or offset_view[self.work.tables] != n:
@@ -314,6 +322,8 @@ cdef class SwapManager:
                 raise ShapeError(f"table {self.tables[t].name!r}: {offset_view[t + 1] - offset_view[t]} keys in one batch; the limit is {EC_DEDUP_MAX_KEYS}")
             if timestamps is None and offset_view[t + 1] > offset_view[t] and self.filters[t] is not None and self.filters[t].config.needs_timestamps:
                 raise ConfigError(f'table {self.tables[t].name!r} evicts by time but the batch has no timestamps; give them, or set time_source="step"')
+            if clicked is None and offset_view[t + 1] > offset_view[t] and self.filters[t] is not None and self.filters[t].config.needs_labels:
+                raise ConfigError(f"table {self.tables[t].name!r} admits by shows and clicks but the batch has no labels; give one an example")
 
         self.enter()
         cdef Plan plan
@@ -332,6 +342,7 @@ cdef class SwapManager:
             self.work.parts = plan.plan.parts
             memset(&self.work.out, 0, sizeof(ec_arrays))
             self.unfinished.append(plan)  # now, since nothing may fail once the plan is made
+            self.work.clicked = clicks
             with nogil:
                 status = self.prepare(&key_view[0] if n > 0 else NULL, &offset_view[0], times)
                 if status == EC_OK:
@@ -918,7 +929,7 @@ cdef class SwapManager:
         -------
         dict
             ``keys``, ``counts``, ``last`` (int64, sorted by key; last is -2**63 where there was no timestamp),
-            ``has_row`` (uint8), ``newest`` (int), ``step`` (int).
+            ``has_row`` (uint8), ``newest`` (int), ``epoch`` (int; show/click: sweeps so far), ``step`` (int).
 
         Raises
         ------
@@ -970,7 +981,7 @@ cdef class SwapManager:
             every = every[:, np.argsort(every[0], kind="stable")]
             return {
                 "keys": every[0].copy(), "counts": every[1].copy(), "last": every[2].copy(), "has_row": every[3].astype(np.uint8),
-                "newest": int(side.filter.newest), "step": int(self.last_step),
+                "newest": int(side.filter.newest), "epoch": int(side.filter.epoch), "step": int(self.last_step),
             }
         finally:
             self.leave()
@@ -1023,6 +1034,57 @@ cdef class SwapManager:
                 raise host_memory(f"loading the filter of table {name!r}")
             self.last_step = step_value
             self.epoch += 1
+        finally:
+            self.leave()
+
+    def export_filter(self, table):
+        """`FeatureFilter.state` of a table, between steps.
+
+        Raises
+        ------
+        PlanError
+            While a plan is unfinished.
+        ConfigError
+            If the table has no filter.
+        """
+        self.enter()
+        try:
+            self.check_settled("export_filter")
+            return self.filter_of(self.table_number(table)).state()
+        finally:
+            self.leave()
+
+    def import_filter(self, table, state):
+        """`FeatureFilter.load` of a table, between steps, before anything was planned for it.
+
+        Counters of keys with rows must be in the host columns, and no row resident. Steps go on with `start_at`.
+
+        Raises
+        ------
+        PlanError
+            While a plan is unfinished.
+        ConfigError
+            The table has no filter, or has residents; or `state` does not fit.
+        HostMemoryError
+            In each case nothing has changed.
+        """
+        cdef int64_t t
+        self.enter()
+        try:
+            self.check_settled("import_filter")
+            t = self.table_number(table)
+            if self.work.sides[t].cache.live > 0:
+                raise ConfigError(f"table {self.tables[t].name!r} has {self.work.sides[t].cache.live} residents; load its filter into a new manager")
+            self.filter_of(t).load(state)
+            self.epoch += 1
+        finally:
+            self.leave()
+
+    def scores(self, table, counts, last):
+        """Show/click: scores of counters (int64[n] each) as `residents` and the host columns have them, float64[n]."""
+        self.enter()
+        try:
+            return self.filter_of(self.table_number(table)).scores(counts, last)
         finally:
             self.leave()
 

@@ -11,9 +11,8 @@ import pickle
 from dataclasses import dataclass, field
 
 from embcache.config import AdmitAndEvictConfig
+from models.filter_model import NEVER, Sketch, as_count, as_score, decayed, drawn, share
 from models.policy_model import POLICIES
-
-NEVER = -(2**63)
 
 
 class ModelCapacityError(Exception):
@@ -71,7 +70,9 @@ class TableModel:
         self.free = set(range(capacity))
         self.gone: list[Gone] = []
         self.waiting: dict[int, list[int]] = {}  # key without a row -> [count, last]
-        self.newest = NEVER
+        self.newest = self.cutoff = NEVER
+        self.epoch = 0  # show/click: sweeps so far
+        self.sketch = Sketch(config) if config is not None and config.sketch_bytes else None
         self.lazy = False  # the planner takes away what a sweep has killed at another time, so that other rows are free
         self.totals = dict.fromkeys(
             ("hits", "misses", "swap_out_rows", "admitted", "rejected", "evicted", "forgotten", "born"), 0
@@ -80,16 +81,22 @@ class TableModel:
     # ---------------------------------------------------------------------------------------------------------- planning
 
     def plan(
-        self, number: int, keys: list[int], times: list[int] | None, step: int, new_rows: dict[int, int]
+        self,
+        number: int,
+        keys: list[int],
+        times: list[int] | None,
+        step: int,
+        new_rows: dict[int, int],
+        clicks: list[int] | None = None,
     ) -> PlanModel:
         p = PlanModel()
         p.unique = list(dict.fromkeys(keys))
         index = {key: i for i, key in enumerate(p.unique)}
         p.inverse = [index[key] for key in keys]
         p.groups = [[at for at, key in enumerate(keys) if key == unique] for unique in p.unique]
-        swept = self._count_and_sweep(p, times, step) if self.config else set()
+        swept = self._count_and_sweep(p, times, clicks, step) if self.config else set()
         for key in p.unique:
-            p.admitted.append(key not in swept and self._admit(key))
+            p.admitted.append(key not in swept and self._admit(key, step))
         wanted = [key for key, admitted in zip(p.unique, p.admitted, strict=True) if admitted]
         blocked = sum(bool(pins) for key, pins in self.pins.items() if key not in wanted) + sum(
             bool(gone.pins) for gone in self.gone
@@ -108,45 +115,83 @@ class TableModel:
         totals["born"] += len(p.born)
         return p
 
-    def _count_and_sweep(self, p: PlanModel, times: list[int] | None, step: int) -> set[int]:
+    def _count_and_sweep(self, p: PlanModel, times: list[int] | None, clicks: list[int] | None, step: int) -> set[int]:
         config = self.config
         occurrences: dict[int, int] = {}
         latest: dict[int, int] = {}
+        clicked: dict[int, int] = {}
         for at, unique in enumerate(p.inverse):
             key = p.unique[unique]
             time = step if config.time_source == "step" else times[at] if times is not None else NEVER
+            time = NEVER if config.needs_labels else time
             occurrences[key] = occurrences.get(key, 0) + 1
+            clicked[key] = clicked.get(key, 0) + (clicks[at] if clicks is not None else 0)
             latest[key] = max(latest.get(key, NEVER), time)
-            self.newest = max(self.newest, time)
+        if self.sketch:
+            self.sketch.turn(self.cutoff, self.newest)
+        self.newest = max([self.newest, *latest.values()])
+
+        def add(count: int, last: int, key: int) -> tuple[int, int]:
+            if config.needs_labels:
+                more = config.show_click.alpha * float(occurrences[key]) + config.show_click.beta * float(clicked[key])
+                return as_count(self.score(count, last) + more), self.epoch
+            return count + occurrences[key], max(last, latest[key])
+
         fresh: dict[int, list[int]] = {}  # counters of keys that nobody knows yet
+        self.occurrences = occurrences
         for key in p.unique:
             row = self.rows.get(key)
             if row is not None:
                 if row.count == 0 and key in self.waiting:  # the user made this row: it takes over the key's counters
-                    row.count, waited = self.waiting.pop(key)
-                    row.last = max(row.last, waited)
-                row.count += occurrences[key]
-                row.last = max(row.last, latest[key])
+                    row.count, row.last = self.waiting.pop(key)
+                row.count, row.last = add(row.count, row.last, key)
+            elif self.sketch:
+                fresh[key] = [self.sketch.add(key, occurrences[key]), latest[key]]
+            elif key in self.waiting:
+                self.waiting[key] = list(add(*self.waiting[key], key))
             else:
-                counters = self.waiting.get(key) or fresh.setdefault(key, [0, NEVER])
-                counters[0] += occurrences[key]
-                counters[1] = max(counters[1], latest[key])
+                fresh[key] = list(add(0, NEVER, key))
         swept: set[int] = set()
-        if config.evict_threshold > 0 and step % config.evict_step_interval == 0:
-            cutoff = self.newest - config.evict_threshold  # Python's integers do not overflow
-            floor = self._floor(cutoff)
-            for key, row in list(self.rows.items()):
-                if row.count > 0 and row.last < floor:
-                    swept.add(key)
-                    self._kill(p, key, step)
-            for counters in (self.waiting, fresh):
-                for key, (_, last) in list(counters.items()):
-                    if last < cutoff:
-                        swept.add(key)
-                        del counters[key]
-                        p.forgotten += counters is self.waiting
+        if config.evict_step_interval > 0 and step % config.evict_step_interval == 0:
+            if config.needs_labels:
+                self._sweep_scores(p, step, swept)
+            else:
+                self._sweep_times(p, step, swept, fresh)
         self.waiting.update(fresh)
         return swept
+
+    def _sweep_times(self, p: PlanModel, step: int, swept: set[int], fresh: dict[int, list[int]]) -> None:
+        cutoff = self.newest - self.config.evict_threshold  # Python's integers do not overflow
+        self.cutoff = max(cutoff, self.cutoff)
+        floor = self._floor(cutoff)
+        for key, row in list(self.rows.items()):
+            if row.count > 0 and row.last < floor:
+                swept.add(key)
+                self._kill(p, key, step)
+        for counters in (self.waiting, fresh):
+            for key, (_, last) in list(counters.items()):
+                if last < cutoff:
+                    swept.add(key)
+                    del counters[key]
+                    p.forgotten += counters is self.waiting
+
+    def _sweep_scores(self, p: PlanModel, step: int, swept: set[int]) -> None:
+        self.epoch += 1
+        part = self.config.show_click.evict_percentage
+        rows = sorted((self.score(row.count, row.last), key) for key, row in self.rows.items() if row.count > 0)
+        doomed = min(share(part, len(rows)), len(self.rows) - self.config.evict_keep_min)
+        waiting = sorted((self.score(*counters), key) for key, counters in self.waiting.items())
+        for _, key in rows[: max(doomed, 0)]:
+            swept.add(key)
+            self._kill(p, key, step)
+        for _, key in waiting[: share(part, len(waiting))]:
+            swept.add(key)
+            del self.waiting[key]
+            p.forgotten += 1
+
+    def score(self, count: int, last: int) -> float:
+        """The score that show/click counters stand for."""
+        return decayed(as_score(count), self.config.show_click.score_decay, self.epoch - last) if count > 0 else 0.0
 
     def _floor(self, cutoff: int) -> int:
         """The cut-off for rows: lower than `cutoff` where fewer than evict_keep_min rows would survive."""
@@ -165,8 +210,22 @@ class TableModel:
         self.gone.append(Gone(key, row.index, step, slot, set(pins)))
         p.killed.append((key, row.index))
 
-    def _admit(self, key: int) -> bool:
-        return key in self.rows or self.config is None or self.waiting[key][0] >= self.config.admit_threshold
+    def _admit(self, key: int, step: int) -> bool:
+        config = self.config
+        if key in self.rows or config is None:
+            return True
+        count, last = self.waiting[key]
+        draws = self.occurrences[key]
+        if config.needs_labels:
+            earned = self.score(count, last) >= config.admit_threshold
+        else:
+            earned = count >= config.admit_threshold
+            draws = min(draws, count - config.admit_threshold + 1) if config.admit_threshold > 1 else draws
+        if earned and drawn(config, key, step, draws):
+            return True
+        if self.sketch or config.admit_threshold <= (0 if config.needs_labels else 1):
+            del self.waiting[key]  # no counters are kept
+        return False
 
     def _place(self, p: PlanModel, wanted: list[int], step: int, new_rows: dict[int, int]) -> None:
         for key in wanted:
@@ -292,13 +351,24 @@ class PlannerModel:
             self._before, self._log = before, log
 
     def plan(
-        self, keys: list[list[int]], times: list[list[int]] | None, new_rows: list[dict[int, int]]
+        self,
+        keys: list[list[int]],
+        times: list[list[int]] | None,
+        new_rows: list[dict[int, int]],
+        clicks: list[list[int]] | None = None,
     ) -> list[PlanModel]:
         """Plan a batch; `new_rows`: table -> key -> row index for the keys that get a row."""
         trial = self._copy()
         step = trial.step = self.step + 1
         shares = [
-            table.plan(t, keys[t], None if times is None else times[t], step, new_rows[t])
+            table.plan(
+                t,
+                keys[t],
+                None if times is None else times[t],
+                step,
+                new_rows[t],
+                None if clicks is None else clicks[t],
+            )
             for t, table in enumerate(trial.tables)
         ]
         self._before[step] = (self._copy(), len(self._log))

@@ -67,13 +67,21 @@ class Rig:
 
     # ------------------------------------------------------------------------------------------------------------- plans
 
-    def plan(self, keys: list[list[int]], times: list[list[int]] | None, *, fail_allocation: int = -1) -> Plan | None:
+    def plan(
+        self,
+        keys: list[list[int]],
+        times: list[list[int]] | None,
+        clicks: list[list[int]] | None = None,
+        *,
+        fail_allocation: int = -1,
+    ) -> Plan | None:
         """Plan on both sides; None where both say that there is no room, or the memory request that was to fail did."""
         batch, offsets = flat(keys)
         stamps = None if times is None else flat(times)[0]
+        clicked = None if clicks is None else flat(clicks)[0].astype(np.uint8)
         _fail_allocation(fail_allocation)
         try:
-            plan = self.manager.plan(batch, offsets, stamps)
+            plan = self.manager.plan(batch, offsets, stamps, clicked)
         except HostMemoryError:
             assert fail_allocation >= 0
             return None
@@ -81,7 +89,7 @@ class Rig:
             try:
                 self.seen["refused"] += 1
                 rows_at_will = [{key: -1 - i for i, key in enumerate(set(part))} for part in keys]
-                self.model.plan(keys, times, rows_at_will)
+                self.model.plan(keys, times, rows_at_will, clicks)
             except ModelCapacityError as expected:
                 assert (error.table, error.need, error.have) == (f"table{expected.table}", expected.need, expected.have)
                 assert error.never_fits == (expected.need > expected.capacity)
@@ -94,7 +102,7 @@ class Rig:
             cut(plan.swap_in_keys, plan.swap_in_offsets), cut(plan.swap_in_rows, plan.swap_in_offsets), strict=True
         )
         rows = [dict(zip(k.tolist(), r.tolist(), strict=True)) for k, r in ins]
-        shares = self.model.plan(keys, times, rows)
+        shares = self.model.plan(keys, times, rows, clicks)
         if self.lazy:
             self.take_slots(plan, shares)
         self.compare_plan(plan, shares, keys, offsets)
@@ -314,9 +322,10 @@ class Rig:
     def compare_filter(self, t: int) -> None:
         table = self.model.tables[t]
         state = self.manager.filter_state(t)
-        assert (state["newest"], state["step"]) == (table.newest, self.model.step)
+        assert (state["newest"], state["step"], state["epoch"]) == (table.newest, self.model.step, table.epoch)
         columns = (state[name].tolist() for name in ("keys", "counts", "last", "has_row"))
-        assert sorted(zip(*columns, strict=True)) == table.counters()
+        found, expected = sorted(zip(*columns, strict=True)), table.counters()
+        assert found == expected, (table.config, sorted(set(found) ^ set(expected)))
         assert state["keys"].tolist() == sorted(state["keys"].tolist())
 
     def taken_away_early(self, t: int, key: int) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from embcache.config import AdmitAndEvictConfig
+from embcache.config import AdmitAndEvictConfig, ShowClick
 from models.planner_rig import Rig
 
 SOAK = int(os.environ.get("EMBCACHE_SOAK") or 1)  # a soak run multiplies the examples
@@ -26,31 +26,57 @@ class FilterMachine(RuleBasedStateMachine):
     more with sweeps that take away one key, or a few, in each plan."""
 
     @initialize(
+        score=st.one_of(
+            st.none(),
+            st.none(),
+            st.builds(
+                ShowClick,
+                alpha=st.sampled_from([0.25, 1.0]),
+                beta=st.sampled_from([0.0, 3.0, 0.1]),
+                score_decay=st.sampled_from([0.0, 0.3, 0.9]),
+                evict_percentage=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+            ),
+        ),
+        chance=st.sampled_from([1.0, 1.0, 0.3, 0.8]),
+        sketch=st.sampled_from([0, 0, 1024]),
         admit=st.sampled_from([-1, 0, 1, 2, 3, 5]),
         evict=st.sampled_from([0, 1, 2, 5, 2**62, 2**63 - 1]),
         interval=st.integers(1, 4),
         keep=st.sampled_from([0, 0, 1, 3, 6, 20]),
         source=st.sampled_from(["timestamps", "step"]),
     )
-    def start(self, admit, evict, interval, keep, source):
+    def start(self, score, chance, sketch, admit, evict, interval, keep, source):
         config = AdmitAndEvictConfig(
             admit_threshold=admit,
             evict_threshold=evict,
             evict_step_interval=interval if evict else 0,
             evict_keep_min=keep if evict else 0,
             time_source=source,
+            admit_probability=chance,
+            admit_seed=-7,
+            sketch_bytes=sketch if admit > 1 else 0,
         )
+        if score is not None:
+            config = AdmitAndEvictConfig(
+                admit_threshold=admit * 0.4,
+                evict_step_interval=interval,
+                evict_keep_min=keep if score.evict_percentage else 0,
+                policy="show_click",
+                show_click=score,
+                admit_probability=chance,
+            )
         self.rigs = [Rig([capacity], [config]) for capacity in (ROOMY, TIGHT, 2 * TIGHT)]
         self.rigs += [Rig([capacity], [config], sweep_rows=rows) for capacity, rows in ((TIGHT, 1), (2 * TIGHT, 70))]
 
     def batch(self, keys, times):
         decisions = []
+        clicks = [time % 3 == 0 for time in times]
         for rig, ahead in zip(self.rigs, (0, 0, 1, 0, 1), strict=True):
             while len(rig.plans) > ahead:
                 while rig.plans[0].state != "swapped_in":
                     rig.move()
                 rig.train_and_finish(0)
-            plan = rig.plan([keys], [times])
+            plan = rig.plan([keys], [times], [clicks])
             assert plan is not None
             decisions.append(plan.admitted.tolist())
         assert all(decision == decisions[0] for decision in decisions)

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from embcache.config import AdmitAndEvictConfig
+from embcache.config import AdmitAndEvictConfig, ShowClick
 from embcache.errors import PlanError
 from models.planner_rig import Rig
 
@@ -32,7 +32,23 @@ filters = st.one_of(
         evict_keep_min=st.sampled_from([0, 0, 1, 3]),
         time_source=st.sampled_from(["step", "timestamps"]),
     ),
-    st.builds(AdmitAndEvictConfig, admit_threshold=st.sampled_from([0, 2, 3])),
+    st.builds(
+        AdmitAndEvictConfig, admit_threshold=st.sampled_from([0, 2, 3]), admit_probability=st.sampled_from([0.4, 1.0])
+    ),
+    st.builds(
+        AdmitAndEvictConfig,
+        admit_threshold=st.sampled_from([2, 3]),
+        evict_threshold=st.sampled_from([1, 3]),
+        evict_step_interval=st.sampled_from([1, 2]),
+        sketch_bytes=st.just(1024),
+    ),
+    st.builds(
+        AdmitAndEvictConfig,
+        admit_threshold=st.sampled_from([-1, 1.5]),
+        evict_step_interval=st.sampled_from([1, 2, 3]),
+        policy=st.just("show_click"),
+        show_click=st.builds(ShowClick, beta=st.just(2.0), score_decay=st.just(0.7), evict_percentage=st.just(0.5)),
+    ),
 )
 ordinary_times = st.integers(0, 6)
 
@@ -57,12 +73,13 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), most=st.sampled_from([2, 3, 4, 8]))
     def plan(self, data, most):
         keys, times = self.batch(data, most)
-        self.rig.plan(keys, times)
+        self.rig.plan(keys, times, [[time % 2 for time in part] for part in times])
 
     @rule(data=st.data(), countdown=st.integers(0, 24))
     def plan_without_memory(self, data, countdown):
         keys, times = self.batch(data, 4)
-        self.rig.plan(keys, times, fail_allocation=countdown)
+        clicks = [[time % 2 for time in part] for part in times]
+        self.rig.plan(keys, times, clicks, fail_allocation=countdown)
 
     @precondition(lambda self: self.rig.plans and self.rig.plans[-1].state == "planned")
     @rule()
@@ -154,7 +171,16 @@ def random_run(seed: int, steps: int, policy: str, sweep_rows: int | None = None
                     evict_step_interval=rng.choice([1, 2, 3]),
                     evict_keep_min=rng.choice([0, 0, 2, 5]),
                     time_source=rng.choice(["step", "timestamps"]),
+                    admit_probability=rng.choice([1.0, 1.0, 0.5]),
                 ),
+                AdmitAndEvictConfig(
+                    admit_threshold=rng.choice([0, 1.5]),
+                    evict_step_interval=rng.choice([1, 2, 3]),
+                    evict_keep_min=rng.choice([0, 3]),
+                    policy="show_click",
+                    show_click=ShowClick(beta=2.5, score_decay=0.9, evict_percentage=rng.choice([0.2, 0.6])),
+                ),
+                AdmitAndEvictConfig(admit_threshold=2, sketch_bytes=1024, evict_threshold=3, evict_step_interval=2),
             ]
         )
         for _ in range(rng.randint(1, 3))
@@ -169,7 +195,11 @@ def random_run(seed: int, steps: int, policy: str, sweep_rows: int | None = None
         if draw < 0.45:
             keys = [rng.choices(pool, weights=range(1, len(pool) + 1), k=rng.randint(0, 6)) for _ in configs]
             times = [[clock - rng.choice([0, 0, 0, 1, 2, 9]) for _ in part] for part in keys]
-            if rig.plan(keys, times, fail_allocation=rng.choice([-1] * 9 + [rng.randint(0, 20)])) is None and rig.plans:
+            clicks = [[key & 1 for key in part] for part in keys]
+            if (
+                rig.plan(keys, times, clicks, fail_allocation=rng.choice([-1] * 9 + [rng.randint(0, 20)])) is None
+                and rig.plans
+            ):
                 while rig.plans[0].state != "swapped_in":
                     rig.move()
                 rig.train_and_finish(0)

@@ -15,7 +15,10 @@ static void ec_count_time(ec_work *w, int64_t t) {
     ec_filter *f = w->sides[t].filter;
     const int64_t begin = w->offsets[t], stop = w->offsets[t + 1], unique = w->parts[t].unique;
     int64_t newest = INT64_MIN;
-    if (f->rule.time_is_step) {
+    if (f->rule.scores) {
+        for (int64_t u = begin; u < begin + unique; u++) w->clicks[u] = 0;
+        for (int64_t i = begin; w->clicked && i < stop; i++) w->clicks[begin + w->out.inverse[i]] += w->clicked[i] != 0;
+    } else if (f->rule.time_is_step) {
         for (int64_t u = begin; u < begin + unique; u++) w->last[u] = w->step;
         if (unique > 0) newest = w->step;
     } else {
@@ -30,6 +33,18 @@ static void ec_count_time(ec_work *w, int64_t t) {
         }
     }
     if (newest > f->newest) f->newest = newest;
+}
+
+/* Adds the batch's `count` occurrences of unique u to counters: the sums go to w->freq and w->last. */
+static inline void ec_count_add(ec_work *w, const ec_filter *f, int64_t u, int64_t count, int64_t freq, int64_t last) {
+    if (f->rule.scores) {
+        const double more = f->rule.alpha * (double)count + f->rule.beta * (double)w->clicks[u];
+        w->freq[u] = ec_score_count(ec_filter_score(f, freq, last) + more);
+        w->last[u] = f->epoch;
+    } else {
+        w->freq[u] = ec_add_saturated(freq, count);
+        if (last > w->last[u]) w->last[u] = last;
+    }
 }
 
 static inline void ec_count_prefetch(const ec_table *t, int64_t row) {
@@ -88,47 +103,60 @@ static int ec_count(ec_work *w, int64_t t) {
         return EC_NOMEM;
     /* a unique's entry is bumped, then removed or left; or removed as dead, then added: at most two changes */
     if (ec_vec_reserve(&p->changes, 2 * (p->unique - resident), sizeof(ec_filter_change))) return EC_NOMEM;
-    if (f->rule.admit_threshold > 1) {
+    if (ec_filter_lists(f)) {
         const int status = ec_filter_reserve(f, absent);
         if (status != EC_OK) return status;
+    } else if (f->sketch.width > 0) {
+        if (ec_vec_reserve(&p->cells, EC_SKETCH_ROWS * absent, sizeof(ec_sketch_change)) != EC_OK) return EC_NOMEM;
+        if (ec_sketch_turn_if_due(&f->sketch, f->pass.waiting_cutoff, f->newest, &p->turn) != EC_OK) return EC_NOMEM;
+        p->turned_to = 1;
     }
     ec_count_time(w, t);
     for (int64_t u = begin; u < end; u++) {
         const int64_t count = ec_unique_count(w, u, begin, begin);
         if (u + EC_AHEAD < end) {
             if (w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&s->cache.slots[w->slot[u + EC_AHEAD]]);
-            else if (w->row[u + EC_AHEAD] < 0) ec_index_prefetch(&f->index, w->hash[u + EC_AHEAD]);
-            else ec_count_prefetch(s->table, w->row[u + EC_AHEAD]);
+            else if (w->row[u + EC_AHEAD] >= 0) ec_count_prefetch(s->table, w->row[u + EC_AHEAD]);
+            else if (f->sketch.width > 0) ec_sketch_prefetch(&f->sketch, w->key[u + EC_AHEAD]);
+            else ec_index_prefetch(&f->index, w->hash[u + EC_AHEAD]);
         }
         w->entry[u] = -1;
         if (w->slot[u] >= 0) {
             ec_slot *slot = &s->cache.slots[w->slot[u]];
             EC_PUSH(p->counts, ec_count_record, {(uint32_t)w->slot[u], slot->freq, slot->last});
-            slot->freq = w->freq[u] = ec_add_saturated(slot->freq, count);
-            if (w->last[u] > slot->last) slot->last = w->last[u];
-            w->last[u] = slot->last;
+            ec_count_add(w, f, u, count, slot->freq, slot->last);
+            slot->freq = w->freq[u];
+            slot->last = w->last[u];
             continue;
         }
-        int64_t freq = 0;
+        int64_t freq = 0, last = INT64_MIN;
         if (w->row[u] >= 0) {
             freq = *ec_table_freq(s->table, w->row[u]);
-            const int64_t last = *ec_table_ts(s->table, w->row[u]);
-            if (last > w->last[u]) w->last[u] = last;
+            last = *ec_table_ts(s->table, w->row[u]);
             ec_row_mark(s->table, w->row[u]); /* the sweep's scan of the host rows passes it over: it is looked at by itself */
             EC_PUSH(p->marks, int64_t, w->row[u]);
         }
-        w->freq[u] = ec_add_saturated(freq, count);
-        if (freq > 0) continue;
-        w->entry[u] = ec_filter_find(f, w->key[u], w->hash[u]);
+        if (freq == 0 && w->row[u] < 0 && f->sketch.width > 0) {
+            w->freq[u] = ec_sketch_add(&f->sketch, w->key[u], count, &p->cells);
+            continue;
+        }
+        if (freq == 0) w->entry[u] = ec_filter_find(f, w->key[u], w->hash[u]);
         if (w->entry[u] >= 0 && ec_filter_entry_dead(f, &EC_ENTRY(f, w->entry[u]))) {
             EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)w->entry[u]));
             p->totals[EC_FORGOTTEN]++;
             w->entry[u] = -1;
         }
         if (w->entry[u] >= 0) {
-            EC_PUSH(p->changes, ec_filter_change, ec_filter_bump(f, (uint32_t)w->entry[u], count, w->last[u]));
-            w->freq[u] = EC_ENTRY(f, w->entry[u]).count;
-            w->last[u] = EC_ENTRY(f, w->entry[u]).last;
+            freq = EC_ENTRY(f, w->entry[u]).count;
+            last = EC_ENTRY(f, w->entry[u]).last;
+        }
+        ec_count_add(w, f, u, count, freq, last);
+        if (w->entry[u] < 0) continue;
+        if (w->row[u] < 0) {
+            EC_PUSH(p->changes, ec_filter_change, ec_filter_set(f, (uint32_t)w->entry[u], w->freq[u], w->last[u]));
+        } else { /* the user has made this row: it takes over the key's counters */
+            EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)w->entry[u]));
+            w->entry[u] = -1;
         }
     }
     return f->pass.region == EC_PASS_IDLE ? EC_OK : ec_count_late(w, t);
@@ -157,7 +185,21 @@ static int ec_sweep_batch(ec_work *w, int64_t t) {
     return EC_OK;
 }
 
-/* Admits each unique, or not: a key with a row or with enough occurrences is in. */
+/* Whether a key without a row earns one: it has occurred often enough, and one of the occurrences of this batch since
+ * then is drawn. */
+static inline int ec_earns(const ec_work *w, const ec_filter *f, int64_t u, int64_t begin) {
+    int64_t draws = ec_unique_count(w, u, begin, begin);
+    if (f->rule.scores) {
+        if (ec_filter_score(f, w->freq[u], w->last[u]) < f->rule.admit_score) return 0;
+    } else {
+        if (w->freq[u] < f->rule.admit_threshold) return 0;
+        const int64_t since = f->rule.admit_threshold > 1 ? w->freq[u] - f->rule.admit_threshold + 1 : draws;
+        if (since < draws) draws = since;
+    }
+    return ec_filter_drawn(f, w->key[u], w->step, draws);
+}
+
+/* Admits each unique, or not: a key with a row or that earns one is in. */
 static int ec_admit(ec_work *w, int64_t t) {
     ec_part *p = &w->parts[t];
     ec_filter *f = w->sides[t].filter;
@@ -166,11 +208,11 @@ static int ec_admit(ec_work *w, int64_t t) {
     if (ec_vec_reserve(&p->changes, p->unique, sizeof(ec_filter_change)) != EC_OK) return EC_NOMEM;
     for (int64_t u = begin; u < end; u++) {
         if (!w->admitted[u]) continue;
-        if (w->slot[u] >= 0 || w->row[u] >= 0 || w->freq[u] >= f->rule.admit_threshold) {
+        if (w->slot[u] >= 0 || w->row[u] >= 0 || ec_earns(w, f, u, begin)) {
             if (w->entry[u] >= 0) EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)w->entry[u]));
         } else {
             w->admitted[u] = 0;
-            if (w->entry[u] < 0)
+            if (w->entry[u] < 0 && ec_filter_lists(f))
                 EC_PUSH(p->changes, ec_filter_change, ec_filter_add(f, w->key[u], w->hash[u], w->freq[u], w->last[u]));
         }
     }
@@ -184,9 +226,12 @@ static int ec_filter_step(ec_work *w, int64_t t) {
     int64_t cutoff;
     p->newest_before = s->filter->newest;
     p->pass_before = s->filter->pass;
+    p->epoch_before = s->filter->epoch;
     int status = ec_count(w, t);
     if (status != EC_OK) return status;
-    if (ec_filter_sweeps_at(s->filter, w->step) && ec_filter_cutoff(s->filter, &cutoff)) {
+    if (s->filter->rule.scores) {
+        if (ec_filter_sweeps_at(s->filter, w->step) && (status = ec_sweep_scores(w, t)) != EC_OK) return status;
+    } else if (ec_filter_sweeps_at(s->filter, w->step) && ec_filter_cutoff(s->filter, &cutoff)) {
         if ((status = ec_sweep_start(w, t, cutoff)) != EC_OK) return status;
         if ((status = ec_sweep_batch(w, t)) != EC_OK) return status;
     }

@@ -22,6 +22,8 @@
 #include <string.h>
 
 #include "ec_index.h"
+#include "ec_score.h"
+#include "ec_sketch.h"
 #include "ec_vec.h"
 
 #define EC_FILTER_MAX_ENTRIES ((int64_t)UINT32_MAX - 1)
@@ -40,6 +42,12 @@ typedef struct {
     int64_t keep_min;        /* rows that a sweep leaves at least, the most recent ones */
     int time_is_step;        /* the step number is the timestamp */
     int needs_timestamps;
+    int admit_always;        /* an occurrence that may admit does */
+    uint64_t admit_below;    /* else: in admit_below of 2^64 cases */
+    uint64_t seed;           /* of admission by chance and of the sketch */
+    int64_t sketch_bytes;    /* 0: exact counts of waiting keys */
+    int scores;              /* the show/click policy (ec_score.h) */
+    double alpha, beta, decay, evict_share, admit_score;
 } ec_filter_rule;
 
 enum { EC_PASS_IDLE = 0, EC_PASS_SLOTS = 1, EC_PASS_ROWS = 2, EC_PASS_ENTRIES = 3 };
@@ -71,6 +79,8 @@ typedef struct {
     ec_pass pass;
     ec_index late; /* keys below the cut-off that came after the sweep; meaningful while a pass is under way */
     ec_vec sweeps; /* of ec_sweep_record, oldest first */
+    ec_sketch sketch;
+    int64_t epoch; /* show/click: sweeps so far */
 } ec_filter;
 
 enum { EC_FILTER_ADDED = 0, EC_FILTER_BUMPED = 1, EC_FILTER_REMOVED = 2 };
@@ -85,13 +95,15 @@ typedef struct {
 #define EC_ENTRY(filter, id) EC_AT((filter)->entries, ec_filter_entry, id)
 #define EC_SWEEP(filter, i) EC_AT((filter)->sweeps, ec_sweep_record, i)
 
-static inline void ec_filter_init(ec_filter *f, const ec_filter_rule *rule, uint64_t seed) {
+/* An empty filter. EC_NOMEM: there is no room for the sketch, and nothing is held. */
+static inline int ec_filter_init(ec_filter *f, const ec_filter_rule *rule, uint64_t seed) {
     memset(f, 0, sizeof *f);
     ec_index_init(&f->index, seed);
     f->rule = *rule;
     f->newest = INT64_MIN;
     f->pass.cutoff = f->pass.waiting_cutoff = INT64_MIN;
     ec_index_init(&f->late, seed);
+    return rule->sketch_bytes > 0 ? ec_sketch_init(&f->sketch, rule->sketch_bytes, rule->admit_threshold, rule->seed) : EC_OK;
 }
 
 static inline void ec_filter_free(ec_filter *f) {
@@ -101,6 +113,7 @@ static inline void ec_filter_free(ec_filter *f) {
     ec_index_free(&f->late);
     for (int64_t i = 0; i < f->sweeps.size; i++) ec_index_free(&EC_SWEEP(f, i).late);
     ec_vec_free(&f->sweeps);
+    ec_sketch_free(&f->sketch);
 }
 
 static inline int64_t ec_add_saturated(int64_t a, int64_t b) {
@@ -114,7 +127,25 @@ static inline int ec_filter_cutoff(const ec_filter *f, int64_t *cutoff) {
 }
 
 static inline int ec_filter_sweeps_at(const ec_filter *f, int64_t step) {
-    return f->rule.evict_threshold > 0 && step % f->rule.evict_interval == 0;
+    return f->rule.evict_interval > 0 && step % f->rule.evict_interval == 0;
+}
+
+/* Whether a key may have to wait for its row, and whether it has an entry meanwhile. */
+static inline int ec_filter_counts(const ec_filter *f) { return f->rule.scores ? f->rule.admit_score > 0 : f->rule.admit_threshold > 1; }
+static inline int ec_filter_waits(const ec_filter *f) { return ec_filter_counts(f) || !f->rule.admit_always; }
+static inline int ec_filter_lists(const ec_filter *f) { return ec_filter_counts(f) && f->sketch.width == 0; }
+
+static inline double ec_filter_score(const ec_filter *f, int64_t count, int64_t last) {
+    return count > 0 ? ec_score_decayed(ec_score_of(count), f->rule.decay, f->epoch - last) : 0.0;
+}
+
+/* Whether one of a key's `draws` occurrences in step `step` is drawn: a function of seed, key and step alone. */
+static inline int ec_filter_drawn(const ec_filter *f, int64_t key, int64_t step, int64_t draws) {
+    if (f->rule.admit_always) return 1;
+    uint64_t state = ec_mix64(ec_mix64(ec_mix64(f->rule.seed + EC_WEYL) ^ (uint64_t)key) + (uint64_t)step * EC_WEYL);
+    for (int64_t i = 0; i < draws; i++)
+        if (ec_mix64(state += EC_WEYL) < f->rule.admit_below) return 1;
+    return 0;
 }
 
 /* Makes the next `added` additions and any number of removals infallible. */
@@ -138,11 +169,11 @@ static inline ec_filter_change ec_filter_add(ec_filter *f, int64_t key, uint64_t
     return (ec_filter_change){id, EC_FILTER_ADDED, {0}};
 }
 
-static inline ec_filter_change ec_filter_bump(ec_filter *f, uint32_t id, int64_t count, int64_t last) {
+static inline ec_filter_change ec_filter_set(ec_filter *f, uint32_t id, int64_t count, int64_t last) {
     ec_filter_entry *entry = &EC_ENTRY(f, id);
     const ec_filter_change change = {id, EC_FILTER_BUMPED, *entry};
-    entry->count = ec_add_saturated(entry->count, count);
-    if (last > entry->last) entry->last = last;
+    entry->count = count;
+    entry->last = last;
     return change;
 }
 
@@ -179,6 +210,22 @@ static inline void ec_filter_undo(ec_filter *f, const ec_filter_change *change) 
         }
         *entry = change->before;
     }
+}
+
+/* Writes the late keys, in no order. */
+static inline void ec_filter_late_keys(const ec_filter *f, int64_t *keys) {
+    for (uint64_t at = 0; at < f->late.bucket_count; at++)
+        for (uint32_t rest = f->late.buckets[at].meta & EC_OCCUPANCY; rest; rest &= rest - 1) *keys++ = f->late.buckets[at].keys[__builtin_ctz(rest)];
+}
+
+/* Puts entries and late keys into an empty filter; keys of each must be distinct. EC_NOMEM and EC_LIMIT change nothing. */
+static inline int ec_filter_fill(ec_filter *f, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n, const int64_t *late, int64_t late_n) {
+    int status = ec_filter_reserve(f, n);
+    if (status == EC_OK && (ec_take_refused() || ec_index_reserve(&f->late, late_n) != EC_OK)) status = EC_NOMEM;
+    if (status != EC_OK) return status;
+    for (int64_t i = 0; i < n; i++) ec_filter_add(f, keys[i], ec_hash(keys[i]), counts[i], last[i]);
+    for (int64_t i = 0; i < late_n; i++) ec_index_insert(&f->late, late[i], ec_hash(late[i]), 0);
+    return EC_OK;
 }
 
 /* ------------------------------------------------------------------------------------------------------- who is dead */

@@ -143,7 +143,7 @@ static inline int ec_row_dead_in_training(const ec_side *s, int64_t slot, int64_
 
 /* slots[i] (in the whole buffer), rows[i] and places[i] (EC_PEEK_...) of keys[i]. */
 static void ec_peek(const ec_overlay *o, const ec_side *s, const int64_t *keys, int64_t n, int64_t *slots, int64_t *rows, uint8_t *places) {
-    const uint8_t absent = s->filter && s->filter->rule.admit_threshold > 1 ? EC_PEEK_DEFAULT : EC_PEEK_ABSENT;
+    const uint8_t absent = s->filter && ec_filter_waits(s->filter) ? EC_PEEK_DEFAULT : EC_PEEK_ABSENT;
     const int passing = s->filter && s->filter->pass.region != EC_PASS_IDLE;
     for (int64_t i = 0; i < n; i++) {
         if (i + 16 < n) ec_index_prefetch(&s->cache.index, ec_hash(keys[i + 16]));

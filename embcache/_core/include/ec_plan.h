@@ -60,12 +60,16 @@ typedef struct {
     ec_vec changes; /* of ec_filter_change */
     ec_vec deaths;  /* of ec_death */
     ec_vec late;    /* of int64_t: keys that joined the late ones */
+    ec_vec cells;   /* of ec_sketch_change */
+    ec_sketch_turn turn;
+    int turned_to; /* whether `turn` says what was before */
     ec_vec births;  /* of ec_birth */
     ec_vec takes;   /* of ec_take_record, one a swap-in */
     ec_choice choice; /* of victims */
     ec_vec touches; /* of ec_stood, one an admitted key: also the list of the plan's pins */
     int64_t newest_before;
     ec_pass pass_before;
+    int64_t epoch_before;
     int64_t swept; /* the plan's step where it was one of a sweep, else 0 */
     int64_t totals[EC_TOTALS];
     int64_t unique;
@@ -83,6 +87,8 @@ static inline void ec_part_free(ec_part *p) {
     ec_vec_free(&p->changes);
     ec_vec_free(&p->deaths);
     ec_vec_free(&p->late);
+    ec_vec_free(&p->cells);
+    ec_block_drop(&p->turn.forgotten);
     ec_vec_free(&p->births);
     ec_vec_free(&p->takes);
     ec_choice_free(&p->choice);
@@ -155,6 +161,8 @@ static void ec_plan_undo(ec_side *s, ec_part *p) {
     if (!s->filter) return;
     s->filter->newest = p->newest_before;
     s->filter->pass = p->pass_before;
+    s->filter->epoch = p->epoch_before;
+    if (p->turned_to) ec_sketch_undo(&s->filter->sketch, &p->cells, &p->turn);
     if (p->swept) ec_filter_unsweep(s->filter);
     for (int64_t i = 0; i < p->late.size; i++)
         ec_index_erase(&s->filter->late, EC_AT(p->late, int64_t, i), ec_hash(EC_AT(p->late, int64_t, i)));

@@ -14,10 +14,10 @@
 
 #include "ec_work.h"
 
-#define EC_AHEAD 16            /* prefetch distance of look-ups and of the policy's list */
-#define EC_BURY_COST 64        /* a key taken away costs as much as this many places looked at */
-#define EC_FLOOR_BITS 16
-#define EC_FLOOR_COUNTS ((int64_t)1 << EC_FLOOR_BITS)
+#define EC_AHEAD 16           /* prefetch distance of look-ups and of the policy's list */
+#define EC_BURY_COST 64       /* a key taken away costs as much as this many places looked at */
+#define EC_DIGIT_BITS 16
+#define EC_DIGITS ((size_t)1 << EC_DIGIT_BITS)
 
 static inline int64_t ec_unique_count(const ec_work *w, int64_t at, int64_t begin, int64_t origin) {
     return w->end[at] - (at == begin ? origin : w->end[at - 1]);
@@ -125,68 +125,194 @@ static void ec_pass_share(ec_work *w) {
     w->slice = passes > 1 ? w->sweep_rows / passes + 1 : w->sweep_rows;
 }
 
-/* -------------------------------------------------------------------------------------------------------------- floor */
+/* ---------------------------------------------------------------------------------------------------------- selection */
 
-/* The living rows of a table in which a sweep looks for survivors: residents, host rows, and the batch's own host rows,
- * whose timestamps are in the work. `at` runs over all of them; EC_OK with *last and *met, or 0 where there is none. */
-static inline int ec_floor_row(const ec_work *w, int64_t t, int64_t at, int64_t *last, int *met) {
+/* A row of a table with its counters as they are in this batch. */
+typedef struct {
+    int64_t key;
+    int64_t freq, last;
+} ec_counted;
+
+/* Where the living rows of a table are found: its slots, its host rows, and the batch's own host rows, whose counters are
+ * in the work. Place `at` runs over all of them; returns whether there is a row. */
+static inline int64_t ec_row_places(const ec_work *w, int64_t t) {
+    return w->sides[t].cache.capacity + w->sides[t].table->row_limit + w->parts[t].unique;
+}
+
+static inline int ec_row_place(const ec_work *w, int64_t t, int64_t at, ec_counted *row) {
     const ec_side *s = &w->sides[t];
     const int64_t capacity = s->cache.capacity, limit = s->table->row_limit;
     if (at < capacity) {
         const ec_slot *slot = &s->cache.slots[at];
         if (s->cache.state[at] != EC_SLOT_LIVE || ec_side_slot_dead(s, slot)) return 0;
-        *last = slot->last;
-        *met = slot->freq > 0;
+        *row = (ec_counted){slot->key, slot->freq, slot->last};
     } else if (at < capacity + limit) {
-        const int64_t row = at - capacity;
-        if ((*ec_table_flags(s->table, row) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE || ec_side_row_dead(s, row)) return 0;
-        *last = *ec_table_ts(s->table, row);
-        *met = *ec_table_freq(s->table, row) > 0;
+        const int64_t r = at - capacity;
+        if ((*ec_table_flags(s->table, r) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE || ec_side_row_dead(s, r)) return 0;
+        *row = (ec_counted){*ec_table_key(s->table, r), *ec_table_freq(s->table, r), *ec_table_ts(s->table, r)};
     } else {
         const int64_t u = w->offsets[t] + at - capacity - limit;
         if (w->slot[u] >= 0 || w->row[u] < 0) return 0;
-        *last = w->last[u];
-        *met = 1;
+        *row = (ec_counted){w->key[u], w->freq[u], w->last[u]};
     }
+    return 1;
+}
+
+/* What is selected by: a value, then the key, both in the order of unsigned integers. */
+typedef struct {
+    uint64_t value, key;
+} ec_rank;
+
+/* The rank of what is at place `at`, or 0 where there is nothing to select from. */
+typedef int (*ec_rank_fn)(const ec_work *w, int64_t t, int64_t at, int64_t cutoff, ec_rank *rank);
+
+#define EC_UNSIGNED(number) ((uint64_t)(number) ^ ((uint64_t)1 << 63))
+#define EC_SIGNED(number) ((int64_t)((number) ^ ((uint64_t)1 << 63)))
+
+/* The nth smallest rank, n >= 1, by counting 16 bits at a time; `counts` is scratch. Keys are all different, so the rank
+ * is one place's. O(8 * places), and no memory for the candidates. */
+static ec_rank ec_select(const ec_work *w, int64_t t, ec_rank_fn rank_of, int64_t places, int64_t cutoff, int64_t n, int64_t *counts) {
+    ec_rank found = {0, 0}, rank;
+    for (int part = 0; part < 2; part++) {
+        uint64_t prefix = 0;
+        for (int shift = 64 - EC_DIGIT_BITS; shift >= 0; shift -= EC_DIGIT_BITS) {
+            memset(counts, 0, EC_DIGITS * sizeof(int64_t));
+            for (int64_t at = 0; at < places; at++) {
+                if (!rank_of(w, t, at, cutoff, &rank) || (part == 1 && rank.value != found.value)) continue;
+                const uint64_t number = part == 0 ? rank.value : rank.key;
+                if (shift + EC_DIGIT_BITS < 64 && number >> (shift + EC_DIGIT_BITS) != prefix) continue;
+                counts[number >> shift & (EC_DIGITS - 1)]++;
+            }
+            uint64_t digit = 0;
+            while (counts[digit] < n) n -= counts[digit++];
+            prefix = prefix << EC_DIGIT_BITS | digit;
+        }
+        if (part == 0) found.value = prefix;
+        else found.key = prefix;
+    }
+    return found;
+}
+
+static inline int ec_rank_within(const ec_rank *rank, const ec_rank *most) {
+    return rank->value < most->value || (rank->value == most->value && rank->key <= most->key);
+}
+
+/* -------------------------------------------------------------------------------------------------------------- floor */
+
+static int ec_rank_doomed(const ec_work *w, int64_t t, int64_t at, int64_t cutoff, ec_rank *rank) {
+    ec_counted row;
+    if (!ec_row_place(w, t, at, &row) || row.freq == 0 || row.last >= cutoff) return 0;
+    *rank = (ec_rank){EC_UNSIGNED(row.last), EC_UNSIGNED(row.key)};
     return 1;
 }
 
 /* The cut-off for rows: `cutoff`, or a lower one so that keep_min rows survive; rows that are equally recent stay together.
  *
  * The search for survivors ends when it has found enough of them, so as long as the table is healthy it costs about
- * keep_min places. Where the floor binds, the last row to stay is found by counting digits, 16 bits at a time. */
+ * keep_min places. Where the floor binds, the oldest row that stays is selected, in this step. */
 static int ec_floor(const ec_work *w, int64_t t, int64_t cutoff, int64_t *floored) {
-    const ec_side *s = &w->sides[t];
-    const int64_t places = s->cache.capacity + s->table->row_limit + w->parts[t].unique;
-    int64_t missing = s->filter->rule.keep_min, doomed = 0, last = 0;
-    int met = 0;
+    const int64_t places = ec_row_places(w, t);
+    int64_t missing = w->sides[t].filter->rule.keep_min, doomed = 0;
+    ec_counted row;
     *floored = cutoff;
     for (int64_t at = 0; at < places && missing > 0; at++) {
-        if (!ec_floor_row(w, t, at, &last, &met)) continue;
-        if (met && last < cutoff) doomed++;
+        if (!ec_row_place(w, t, at, &row)) continue;
+        if (row.freq > 0 && row.last < cutoff) doomed++;
         else missing--;
     }
     if (missing <= 0) return EC_OK;
     *floored = INT64_MIN;
     if (doomed <= missing) return EC_OK;
-    int64_t *counts = (int64_t *)ec_take(NULL, (size_t)EC_FLOOR_COUNTS * sizeof(int64_t));
+    int64_t *counts = (int64_t *)ec_take(NULL, EC_DIGITS * sizeof(int64_t));
     if (!counts) return EC_NOMEM;
-    uint64_t prefix = 0; /* the high digits of the answer, timestamps counted from INT64_MIN */
-    for (int shift = 64 - EC_FLOOR_BITS; shift >= 0; shift -= EC_FLOOR_BITS) {
-        memset(counts, 0, (size_t)EC_FLOOR_COUNTS * sizeof(int64_t));
-        for (int64_t at = 0; at < places; at++) {
-            if (!ec_floor_row(w, t, at, &last, &met) || !met || last >= cutoff) continue;
-            const uint64_t value = (uint64_t)last ^ ((uint64_t)1 << 63);
-            if (shift + EC_FLOOR_BITS < 64 && value >> (shift + EC_FLOOR_BITS) != prefix) continue;
-            counts[value >> shift & (EC_FLOOR_COUNTS - 1)]++;
+    *floored = EC_SIGNED(ec_select(w, t, ec_rank_doomed, places, cutoff, doomed - missing + 1, counts).value);
+    free(counts);
+    return EC_OK;
+}
+
+/* ------------------------------------------------------------------------------------------------- sweep by show/click */
+
+static int ec_rank_row(const ec_work *w, int64_t t, int64_t at, int64_t cutoff, ec_rank *rank) {
+    (void)cutoff;
+    ec_counted row;
+    if (!ec_row_place(w, t, at, &row) || row.freq == 0) return 0;
+    *rank = (ec_rank){(uint64_t)ec_score_count(ec_filter_score(w->sides[t].filter, row.freq, row.last)), EC_UNSIGNED(row.key)};
+    return 1;
+}
+
+static int ec_rank_entry(const ec_work *w, int64_t t, int64_t at, int64_t cutoff, ec_rank *rank) {
+    (void)cutoff;
+    const ec_filter_entry *entry = &EC_ENTRY(w->sides[t].filter, at);
+    if (entry->count == 0) return 0;
+    *rank = (ec_rank){(uint64_t)ec_score_count(ec_filter_score(w->sides[t].filter, entry->count, entry->last)), EC_UNSIGNED(entry->key)};
+    return 1;
+}
+
+/* Evicts what is at a place of ec_row_place(). */
+static int ec_kill_place(ec_work *w, int64_t t, int64_t at) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    const int64_t capacity = s->cache.capacity, limit = s->table->row_limit;
+    if (at < capacity) return ec_side_kill_slot(s, p, (uint32_t)at, w->step);
+    if (at < capacity + limit) {
+        const int64_t key = *ec_table_key(s->table, at - capacity);
+        return ec_side_kill_row(s, p, key, ec_hash(key), at - capacity, 0, w->step);
+    }
+    const int64_t u = w->offsets[t] + at - capacity - limit;
+    ec_row_unmark(s->table, w->row[u]);
+    if (ec_side_kill_row(s, p, w->key[u], w->hash[u], w->row[u], 0, w->step) != EC_OK) return EC_NOMEM;
+    w->row[u] = -1;
+    w->admitted[u] = 0;
+    return EC_OK;
+}
+
+/* Decays every score, and evicts the share of the rows, and of the waiting keys, that have the lowest ones; ties by key.
+ * All of it in this step: which ones these are depends on all of them. */
+static int ec_sweep_scores(ec_work *w, int64_t t) {
+    ec_side *s = &w->sides[t];
+    ec_part *p = &w->parts[t];
+    ec_filter *f = s->filter;
+    const int64_t places = ec_row_places(w, t), begin = w->offsets[t], end = begin + p->unique;
+    int64_t rows = 0, status = EC_OK;
+    ec_rank rank;
+    f->epoch++;
+    if (f->rule.evict_share <= 0) return EC_OK;
+    if (ec_vec_reserve_one(&f->sweeps, sizeof(ec_sweep_record)) != EC_OK) return EC_NOMEM;
+    EC_PUSH(f->sweeps, ec_sweep_record, {w->step, INT64_MIN, 0, 0, f->late});
+    ec_index_init(&f->late, f->index.seed);
+    p->swept = w->step;
+    for (int64_t at = 0; at < places; at++) rows += ec_rank_row(w, t, at, 0, &rank);
+    int64_t doomed = (int64_t)(f->rule.evict_share * (double)rows);
+    const int64_t spare = s->table->live - f->rule.keep_min, waiting = (int64_t)(f->rule.evict_share * (double)f->index.size);
+    if (doomed > spare) doomed = spare;
+    int64_t *counts = (int64_t *)ec_take(NULL, EC_DIGITS * sizeof(int64_t));
+    if (!counts) return EC_NOMEM;
+    if (doomed > 0) {
+        const ec_rank most = ec_select(w, t, ec_rank_row, places, 0, doomed, counts);
+        for (int64_t at = 0; at < places && status == EC_OK; at++)
+            if (ec_rank_row(w, t, at, 0, &rank) && ec_rank_within(&rank, &most)) status = ec_kill_place(w, t, at);
+    }
+    if (waiting > 0 && status == EC_OK) {
+        const ec_rank most = ec_select(w, t, ec_rank_entry, f->entries.size, 0, waiting, counts);
+        status = ec_vec_reserve(&p->changes, waiting, sizeof(ec_filter_change));
+        for (int64_t id = 0; id < f->entries.size && status == EC_OK; id++) {
+            if (!ec_rank_entry(w, t, id, 0, &rank) || !ec_rank_within(&rank, &most)) continue;
+            EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)id));
+            p->totals[EC_FORGOTTEN]++;
         }
-        int64_t digit = EC_FLOOR_COUNTS - 1;
-        while (counts[digit] < missing) missing -= counts[digit--];
-        prefix = prefix << EC_FLOOR_BITS | (uint64_t)digit;
     }
     free(counts);
-    *floored = (int64_t)(prefix ^ ((uint64_t)1 << 63));
-    return EC_OK;
+    for (int64_t u = begin; u < end && status == EC_OK; u++) { /* those of the batch itself */
+        if (w->slot[u] >= 0 && s->cache.state[w->slot[u]] != EC_SLOT_LIVE) {
+            w->slot[u] = -1;
+            w->admitted[u] = 0;
+        }
+        if (w->entry[u] >= 0 && EC_ENTRY(f, w->entry[u]).count == 0) {
+            w->entry[u] = -1;
+            w->admitted[u] = 0;
+        }
+    }
+    return (int)status;
 }
 
 /* -------------------------------------------------------------------------------------------------------------- sweep */

@@ -35,6 +35,7 @@ typedef struct {
     const int64_t *keys;
     const int64_t *offsets;
     const int64_t *timestamps; /* NULL: none */
+    const uint8_t *clicked;    /* whether an occurrence was clicked; NULL: none was */
     int64_t step;
     int64_t sweep_rows; /* work of a pass in one plan, all tables together: slots, rows and waiting keys looked at */
     int64_t slice;      /* a table's share of it in this plan */
@@ -43,7 +44,7 @@ typedef struct {
     ec_part *parts;
     ec_arrays out;
     /* per unique, table t's from offsets[t] on */
-    int64_t *key, *end, *slot, *row, *freq, *last, *entry;
+    int64_t *key, *end, *slot, *row, *freq, *last, *entry, *clicks;
     uint64_t *hash;
     uint8_t *admitted;
     /* per unique, compacted inside a chunk or a table: those not resident, then those without a row */
@@ -92,6 +93,7 @@ static void ec_work_carve(ec_work *w, ec_carver *c, int64_t n, int64_t large) {
     w->freq = (int64_t *)ec_carve(c, n, 8);
     w->last = (int64_t *)ec_carve(c, n, 8);
     w->entry = (int64_t *)ec_carve(c, n, 8);
+    w->clicks = (int64_t *)ec_carve(c, n, 8);
     w->hash = (uint64_t *)ec_carve(c, n, 8);
     w->some_key = (int64_t *)ec_carve(c, n, 8);
     w->some_row = (int64_t *)ec_carve(c, n, 8);

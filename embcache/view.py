@@ -136,7 +136,8 @@ class TableView:
         """Iterate over (keys, weights, state, frequency, timestamp) in batches of at most `batch_rows`, in row order.
 
         All are copies. Frequencies and timestamps of residents are the planner's; a table without a filter keeps none, and
-        gives None for both.
+        gives None for both. With the show/click policy the frequency is the score as of the last sweep (float64) and the
+        timestamp the number of sweeps up to the key's last occurrence.
 
         Raises
         ------
@@ -191,7 +192,12 @@ class TableView:
             place = np.minimum(np.searchsorted(residents[0], rows), len(residents[0]) - 1)
             fresh = residents[0][place] == rows
             counts[fresh], stamps[fresh] = residents[1][place[fresh]], residents[2][place[fresh]]
-        return (keys, weights, state, counts, stamps) if self._host.with_filter else (keys, weights, state, None, None)
+        if not self._host.with_filter:
+            return keys, weights, state, None, None
+        rule = self._manager.layout.tables[self._table].admit_and_evict
+        if rule is not None and rule.needs_labels:
+            counts = self._manager.planner.scores(self._table, counts, stamps)
+        return keys, weights, state, counts, stamps
 
     def __len__(self) -> int:
         with self._manager.door:

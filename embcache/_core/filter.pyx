@@ -230,7 +230,7 @@ cdef class FeatureFilter:
             Nothing has changed.
         """
         cdef ec_filter_full *full = <ec_filter_full *>&self.f
-        cdef size_t size = ec_sketch_block_bytes(&full.sketch)
+        cdef int64_t size = ec_sketch_block_bytes(&full.sketch)
         if full.index.size > 0 or full.sketch.added + full.sketch.old_added > 0 or full.sweeps.size > 0:
             raise ConfigError("this filter has counted keys already; load into a new one")
         arrays = {}

@@ -6,6 +6,7 @@ The size of a batch's share is where most faults would show, so half of the size
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import embcache as ec
+import embcache.manager as manager_module
 from promises.strategies import (
     World,
     examples,
@@ -173,6 +175,66 @@ def test_i9_bit_identical_under_a_byte_budget_that_is_split_anew(budget: int | N
             assert ebc.manager.stats()["hbm_bytes"] <= hbm_bytes and ebc.manager.stats()["swap_out_rows"] > 0
         runs.append((outputs, model_state(ebc.manager)))
     assert runs[0] == runs[1]
+
+
+SCORED = ec.AdmitAndEvictConfig(
+    admit_threshold=2.0,
+    not_admitted_default_value=0.5,
+    evict_step_interval=3,
+    policy="show_click",
+    show_click=ec.ShowClick(beta=1.5, score_decay=0.9, evict_percentage=0.2),
+)
+SKETCHED = ec.AdmitAndEvictConfig(admit_threshold=3, sketch_bytes=1024, evict_threshold=40, evict_step_interval=4)
+DRAWN = ec.AdmitAndEvictConfig(
+    admit_probability=0.4, admit_seed=3, evict_threshold=6, evict_step_interval=2, evict_keep_min=20, time_source="step"
+)
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_i9_bit_identical_with_scores_chance_and_sketches_swept_in_slices(
+    pooled: bool, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels, several features a table, dead rows that stay for many steps; a row read, born again or swapped meanwhile."""
+    tables = [
+        ec.TableConfig("a", 4, ["a", "b"], admit_and_evict=SCORED),
+        ec.TableConfig("c", 4, ["c", "b"], pooling="mean", admit_and_evict=SKETCHED),
+        ec.TableConfig("d", 6, admit_and_evict=DRAWN),
+    ]
+    rng = np.random.default_rng(6)
+    names = ["a", "b", "c", "d"]
+    batches = []
+    for step in range(60):
+        plain = make_batch(rng, names, range(step, step + 150), 6, now=4 * step, skew=2.0)
+        labels = rng.integers(0, 2, 6).astype(np.float32)
+        stamps = plain.timestamps_or_none()
+        batches.append(ec.JaggedFeatures(names, plain.values(), plain.lengths(), None, stamps, labels))
+    world = World(tables, ec.Adagrad(lr=0.1), pooled, 1, 1, batches)
+    resident = make_collection(world, world.all_rows(), num_threads=1)
+    outputs, state, count = train(resident, world), model_state(resident.manager), resident.manager.stats()
+    assert all(table["evicted"] > 20 and table["rejected"] > 20 for table in count["tables"].values()), count
+    for sweep_rows, threads in ((2, 1), (150, 3)):
+        sliced = functools.partial(manager_module.SwapManager, sweep_rows=sweep_rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(manager_module, "SwapManager", sliced)
+            collection = make_collection(world, world.least_rows(), num_threads=threads, policy=policy)
+            dead = 0
+
+            def look(number: int, collection=collection) -> None:
+                nonlocal dead
+                dead += sum(table["dead"] for table in collection.manager.planner.stats())
+                if number % 20 == 19:
+                    evaluate(collection, batches[number // 2])
+                    collection.manager.rebalance()
+
+            assert train(collection, world, look) == outputs
+        assert model_state(collection.manager) == state
+        stats = collection.manager.stats()
+        for name in ("admitted", "rejected", "evicted", "forgotten", "born", "rows"):
+            assert stats[name] == count[name], name
+        assert stats["swap_out_rows"] > 0 and dead > 100
+        check(collection.manager)
+        collection.close()
 
 
 def test_i9_bit_identical_with_big_batches() -> None:

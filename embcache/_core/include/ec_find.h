@@ -9,7 +9,7 @@
 #include "ec_table.h"
 
 #define EC_AHEAD 16      /* keys between the prefetch of a bucket and its probe; a power of two */
-#define EC_FIND_AHEAD 32 /* the same where nothing but buckets is read */
+#define EC_FIND_BLOCK 32 /* keys whose buckets are asked for at once */
 #define EC_LATE 16       /* keys that may wait for the line after their home bucket; a power of two */
 
 static inline uint64_t ec_hash_at(const int64_t *keys, const uint64_t *hashes, int64_t i)
@@ -101,30 +101,43 @@ EC_INLINE void ec_late_step(ec_late_ring *late, const int64_t *keys, int64_t *ro
         ec_late_put(late, it.partition, it.bucket, it.at, it.probes + 1);
 }
 
-/* One key in ten or so lives beyond its home bucket. Waiting there for another cache line would stall the whole window
+/* Hash keys from .. to - 1 and ask for their home buckets. */
+EC_INLINE void ec_find_ask(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t from, int64_t to, ec_probe *probes)
+{
+    for (int64_t i = from; i < to; ++i)
+        probes[i - from] = ec_probe_start(t, ec_hash_at(keys, hashes, i));
+}
+
+/* Two loops in turn: one hashes a block of keys and asks for their buckets, one looks into the buckets of the block
+ * before. Short loops let the processor's own window reach over many keys, which helps where prefetches do not suffice
+ * (translations of addresses are missed as well as lines).
+ *
+ * One key in ten or so lives beyond its home bucket. Waiting there for another cache line would stall the window
  * (measured: 100 ns a key), so such keys are put aside, their line is asked for, and they are looked at again when
  * EC_LATE of their kind have come. */
 EC_INLINE void ec_find_body(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, const int avx2)
 {
-    ec_probe window[EC_FIND_AHEAD];
+    ec_probe blocks[2][EC_FIND_BLOCK];
     ec_late_ring late;
     late.put = late.taken = 0;
-    for (int64_t i = 0; i < n && i < EC_FIND_AHEAD; ++i)
-        window[i] = ec_probe_start(t, ec_hash_at(keys, hashes, i));
-    for (int64_t i = 0; i < n; ++i) {
-        ec_probe *slot = &window[i & (EC_FIND_AHEAD - 1)];
-        const ec_probe probe = *slot;
-        if (i + EC_FIND_AHEAD < n)
-            *slot = ec_probe_start(t, ec_hash_at(keys, hashes, i + EC_FIND_AHEAD));
-        const uint32_t hits = ec_probe_match(probe.bucket, keys[i], avx2);
-        if (EC_LIKELY(hits)) {
-            rows[i] = ec_partition_row(probe.partition, probe.bucket->vals[__builtin_ctz(hits)]);
-        } else if (ec_bucket_overflow(probe.bucket) == 0) {
-            rows[i] = -1;
-        } else {
-            while (late.put - late.taken == EC_LATE)
-                ec_late_step(&late, keys, rows, avx2);
-            ec_late_put(&late, probe.partition, probe.bucket, i, 2);
+    ec_find_ask(t, keys, hashes, 0, n < EC_FIND_BLOCK ? n : EC_FIND_BLOCK, blocks[0]);
+    for (int64_t begin = 0, turn = 0; begin < n; begin += EC_FIND_BLOCK, turn ^= 1) {
+        const int64_t end = begin + EC_FIND_BLOCK < n ? begin + EC_FIND_BLOCK : n;
+        const ec_probe *probes = blocks[turn];
+        if (end < n)
+            ec_find_ask(t, keys, hashes, end, end + EC_FIND_BLOCK < n ? end + EC_FIND_BLOCK : n, blocks[turn ^ 1]);
+        for (int64_t i = begin; i < end; ++i) {
+            const ec_probe *probe = &probes[i - begin];
+            const uint32_t hits = ec_probe_match(probe->bucket, keys[i], avx2);
+            if (EC_LIKELY(hits)) {
+                rows[i] = ec_partition_row(probe->partition, probe->bucket->vals[__builtin_ctz(hits)]);
+            } else if (ec_bucket_overflow(probe->bucket) == 0) {
+                rows[i] = -1;
+            } else {
+                while (late.put - late.taken == EC_LATE)
+                    ec_late_step(&late, keys, rows, avx2);
+                ec_late_put(&late, probe->partition, probe->bucket, i, 2);
+            }
         }
     }
     while (late.taken != late.put)

@@ -7,13 +7,15 @@
 #ifndef EC_ROWS_H
 #define EC_ROWS_H
 
+#include "ec_copy.h"
 #include "ec_find.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-#define EC_ROW_AHEAD 8  /* keys between the prefetch of a row and its copy; below EC_AHEAD */
+#define EC_LOOKUP_BLOCK 512 /* keys that are found before their rows are copied */
+#define EC_ROW_AHEAD 8  /* rows between the prefetch of a row and its copy */
 #define EC_ROW_LINES 8  /* cache lines of a row that are prefetched; the hardware follows from there */
 #define EC_STREAM_BYTES ((int64_t)8 << 20)
 #define EC_WIDEN_AT_ONCE 256 /* weights that are widened in the cache before they are written past it */
@@ -76,69 +78,57 @@ static inline void ec_stream_fence(int stream)
     (void)stream;
 }
 
-/* Find and copy in one pass: bucket prefetched 16 keys ahead, row 8 ahead. out row i = weights of keys[i] as elements of
- * `type`, the table's or float32; an absent key gets its initial value where `missing` is NULL; else its out row is left
- * alone and missing[i] = 1 (0 for the others). Returns the number absent. */
-EC_INLINE int64_t ec_lookup_body(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing, int stream,
-                                 const int avx2)
+/* Give the rows of one block, some of whose keys may be absent. Returns the number absent. */
+static int64_t ec_lookup_block(const ec_table *t, const int64_t *keys, const int64_t *rows, int64_t n, char *out, int type,
+                               uint8_t *missing, int stream)
 {
-    ec_probe window[EC_AHEAD];
-    const void *found[EC_AHEAD];
     const int64_t row_bytes = t->dim * ec_type_bytes(t->type), out_bytes = t->dim * ec_type_bytes(type);
     int64_t absent = 0;
-    if (t->live == 0) {
+    for (int64_t i = 0; i < n; ++i, out += out_bytes) {
+        if (i + EC_ROW_AHEAD < n && rows[i + EC_ROW_AHEAD] >= 0)
+            ec_row_prefetch(ec_table_weights(t, rows[i + EC_ROW_AHEAD]), row_bytes);
         if (missing != NULL)
-            memset(missing, 1, (size_t)n);
-        else
-            for (int64_t i = 0; i < n; ++i)
-                ec_table_initial(t, ec_hash(keys[i]), (char *)out + i * out_bytes, type);
-        return n;
-    }
-    for (int64_t i = 0; i < n && i < EC_AHEAD; ++i)
-        window[i] = ec_probe_start(t, ec_hash(keys[i]));
-    for (int64_t i = -EC_ROW_AHEAD; i < n; ++i) {
-        int64_t next = i + EC_ROW_AHEAD;
-        if (next < n) {
-            ec_probe *slot = &window[next & (EC_AHEAD - 1)];
-            int64_t row = ec_probe_finish(slot, keys[next], avx2);
-            if (missing != NULL)
-                missing[next] = row < 0;
-            found[next & (EC_AHEAD - 1)] = row < 0 ? NULL : ec_table_weights(t, row);
-            if (row >= 0)
-                ec_row_prefetch(found[next & (EC_AHEAD - 1)], row_bytes);
-            if (next + EC_AHEAD < n)
-                *slot = ec_probe_start(t, ec_hash(keys[next + EC_AHEAD]));
-        }
-        if (i < 0)
-            continue;
-        const void *weights = found[i & (EC_AHEAD - 1)];
-        if (weights != NULL) {
-            ec_row_give(t, (char *)out + i * out_bytes, type, weights, row_bytes, stream);
+            missing[i] = rows[i] < 0;
+        if (rows[i] >= 0) {
+            ec_row_give(t, out, type, ec_table_weights(t, rows[i]), row_bytes, stream);
         } else {
             absent += 1;
             if (missing == NULL)
-                ec_table_initial(t, ec_hash(keys[i]), (char *)out + i * out_bytes, type);
+                ec_table_initial(t, ec_hash(keys[i]), out, type);
         }
     }
     ec_stream_fence(stream);
     return absent;
 }
 
-#if EC_HAS_AVX2_CLONE
-EC_TARGET_AVX2 static int64_t ec_lookup_avx2(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing,
-                                             int stream)
-{
-    return ec_lookup_body(t, keys, n, out, type, missing, stream, 1);
-}
-#endif
-
+/* Find a block of keys, then copy its rows. out row i = weights of keys[i] as elements of `type`; an absent key gets its
+ * initial value where `missing` is NULL; else its out row is left alone and missing[i] = 1 (0 for the others). Returns
+ * the number absent. */
 static int64_t ec_lookup_span(const ec_table *t, const int64_t *keys, int64_t n, void *out, int type, uint8_t *missing, int stream)
 {
-#if EC_HAS_AVX2_CLONE
-    if (ec_cpu_has_avx2())
-        return ec_lookup_avx2(t, keys, n, out, type, missing, stream);
-#endif
-    return ec_lookup_body(t, keys, n, out, type, missing, stream, 0);
+    int64_t rows[EC_LOOKUP_BLOCK];
+    const char *addresses[EC_LOOKUP_BLOCK];
+    const int64_t out_bytes = t->dim * ec_type_bytes(type);
+    int64_t absent = 0;
+    for (int64_t begin = 0; begin < n; begin += EC_LOOKUP_BLOCK) {
+        const int64_t count = n - begin < EC_LOOKUP_BLOCK ? n - begin : EC_LOOKUP_BLOCK;
+        char *to = (char *)out + begin * out_bytes;
+        uint8_t *absences = missing == NULL ? NULL : missing + begin;
+        int64_t least = 0; /* negative where a key is absent */
+        ec_find_span(t, keys + begin, NULL, count, rows);
+        for (int64_t i = 0; i < count; ++i)
+            least |= rows[i];
+        if (least < 0 || type != t->type) {
+            absent += ec_lookup_block(t, keys + begin, rows, count, to, type, absences, stream);
+            continue;
+        }
+        for (int64_t i = 0; i < count; ++i)
+            addresses[i] = (const char *)ec_table_weights(t, rows[i]);
+        ec_copy_rows(addresses, count, out_bytes, to, stream);
+        if (absences != NULL)
+            memset(absences, 0, (size_t)count);
+    }
+    return absent;
 }
 
 /* A buffer of rows outside the table: weights, and the state cut into `parts` arrays of `widths` floats a row. */

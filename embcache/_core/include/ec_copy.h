@@ -1,0 +1,68 @@
+/* Rows at known addresses, copied one after the other into one output.
+ *
+ * The loop holds nothing but prefetches, loads and stores, so that the processor's own window reaches over several rows.
+ * Where rows lie in far more memory than the TLB covers this is worth more than any prefetch distance: with the search
+ * for the row in the same loop, 5 M rows of 256 bytes were copied at half the speed.
+ */
+#ifndef EC_COPY_H
+#define EC_COPY_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "ec_isa.h"
+#include "ec_status.h"
+
+#if EC_HAS_AVX2_CLONE
+#include <immintrin.h>
+#endif
+
+#define EC_COPY_LINES 8 /* cache lines of a row that are prefetched; the hardware follows from there */
+
+EC_INLINE void ec_copy_prefetch(const char *row, int64_t bytes)
+{
+    for (int64_t at = 0; at < bytes && at < 64 * EC_COPY_LINES; at += 64)
+        EC_PREFETCH_READ(row + at);
+}
+
+/* Rows between the prefetch and the copy: some 32 lines, which is what the memory system keeps in flight. */
+static inline int64_t ec_copy_ahead(int64_t bytes) { return bytes <= 128 ? 16 : bytes <= 256 ? 8 : 6; }
+
+#if EC_HAS_AVX2_CLONE
+/* bytes and `to` are multiples of 32. */
+EC_TARGET_AVX2 static void ec_copy_rows_avx2(const char *const *from, int64_t n, int64_t bytes, char *to, int stream)
+{
+    const int64_t ahead = ec_copy_ahead(bytes);
+    for (int64_t i = 0; i < n; ++i, to += bytes) {
+        ec_copy_prefetch(from[i + ahead < n ? i + ahead : n - 1], bytes);
+        const char *row = from[i];
+        if (stream)
+            for (int64_t at = 0; at < bytes; at += 32)
+                _mm256_stream_si256((__m256i *)(to + at), _mm256_loadu_si256((const __m256i *)(row + at)));
+        else
+            for (int64_t at = 0; at < bytes; at += 32)
+                _mm256_storeu_si256((__m256i *)(to + at), _mm256_loadu_si256((const __m256i *)(row + at)));
+    }
+    if (stream)
+        _mm_sfence();
+}
+#endif
+
+/* to[i] = the `bytes` bytes at from[i]. With `stream`, written past the caches where the alignment allows it. */
+static void ec_copy_rows(const char *const *from, int64_t n, int64_t bytes, char *to, int stream)
+{
+#if EC_HAS_AVX2_CLONE
+    if (bytes % 32 == 0 && ec_cpu_has_avx2()) {
+        ec_copy_rows_avx2(from, n, bytes, to, stream && ((uintptr_t)to & 31) == 0);
+        return;
+    }
+#endif
+    (void)stream;
+    const int64_t ahead = ec_copy_ahead(bytes);
+    for (int64_t i = 0; i < n; ++i, to += bytes) {
+        ec_copy_prefetch(from[i + ahead < n ? i + ahead : n - 1], bytes);
+        memcpy(to, from[i], (size_t)bytes);
+    }
+}
+
+#endif

@@ -100,3 +100,47 @@ def test_lookup(race: Race, world: World, kind: str) -> None:
     ours = Contender("embcache", lambda i: world.table.lookup(queries[i], out, insert=False))
     case = f"lookup(out=), {world.rows / 1e6:g} M x {world.dim}, {kind}"
     race("lookup", case, ours, [*peers], threads=threads, work=QUERIES, unit=MILLION_ROWS)
+
+
+class NarrowWorld:
+    """Rows of a 2-byte type: in our table and in a torch tensor of that type, with the same values."""
+
+    def __init__(self, rows: int, dim: int, dtype: str) -> None:
+        self.rows, self.dim = rows, dim
+        keys = keys_of(np.arange(rows))
+        self.table = ec.EmbTable("lookup", dim, dtype=dtype, num_threads=1)
+        self.tensor = torch.empty((rows, dim), dtype=getattr(torch, dtype))
+        for start in range(0, rows, PIECE):
+            piece = self.table.lookup(keys[start : start + PIECE])
+            self.tensor[start : start + PIECE] = torch.from_numpy(piece)
+        sampler = Sampler(rows)
+        self.indices = [torch.from_numpy(sampler.draw("uniform", QUERIES)) for _ in range(QUERY_SETS)]
+        self.queries = [keys_of(drawn.numpy()) for drawn in self.indices]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_lookup(race: Race, rows: int, dtype: str) -> None:
+    """What NumPy reads: float16 as it is stored, bfloat16 widened to float32. Torch is told where the rows lie."""
+    dim = 64
+    world = NarrowWorld(min(rows, MOST_FLOATS // dim), dim, dtype)
+    out = np.ones((QUERIES, dim), dtype=np.float16) if dtype == "float16" else aligned(QUERIES, dim)
+    theirs = torch.ones((QUERIES, dim), dtype=world.tensor.dtype)
+    widened = torch.ones((QUERIES, dim), dtype=torch.float32)
+
+    def same_numbers(ours: np.ndarray, other: torch.Tensor) -> None:
+        assert np.array_equal(ours.astype(np.float32), other.float().numpy())
+
+    def selected(i: int) -> torch.Tensor:
+        return torch.index_select(world.tensor, 0, world.indices[i], out=theirs)
+
+    peers: list[Contender | Absent] = [
+        Contender(f"index_select(out=) of {dtype}, known indices", selected, same_numbers)
+    ]
+    if dtype == "bfloat16":
+        peers.append(
+            Contender("index_select(out=), then copy to float32", lambda i: widened.copy_(selected(i)), same_numbers)
+        )
+    ours = Contender("embcache", lambda i: world.table.lookup(world.queries[i], out, insert=False))
+    case = f"lookup(out=) of {dtype} rows, {world.rows / 1e6:g} M x {dim}, uniform"
+    race("lookup", case, ours, peers, work=QUERIES, unit=MILLION_ROWS)
+    world.table.close()

@@ -87,13 +87,18 @@ def filters(draw: st.DrawFn, *, time_source: str | None = None) -> ec.AdmitAndEv
 
 
 DIMS = (1, 2, 3, 4, 5, 6, 8, 16, 24)
+ROW_TYPES = ("float32", "float16", "bfloat16")
 
 
 @st.composite
 def table_lists(
-    draw: st.DrawFn, *, most: int = 3, filtered: st.SearchStrategy = st.none() | filters()
+    draw: st.DrawFn,
+    *,
+    most: int = 3,
+    filtered: st.SearchStrategy = st.none() | filters(),
+    dtypes: Sequence[str] = ("float32",),
 ) -> list[ec.TableConfig]:
-    """One to `most` tables of mixed dims and poolings, one or two features each; a feature may serve two tables."""
+    """One to `most` tables of mixed dims, types and poolings, one or two features each; a feature may serve two tables."""
     count = draw(st.integers(1, most))
     shared = count > 1 and draw(st.booleans())
     tables = []
@@ -107,6 +112,7 @@ def table_lists(
                 draw(st.sampled_from(DIMS)),
                 features,
                 pooling=draw(st.sampled_from(["sum", "mean"])),
+                dtype=draw(st.sampled_from(dtypes)),
                 initializer=draw(initializers),
                 seed=draw(st.integers(-3, 3)),
                 admit_and_evict=draw(filtered),
@@ -189,7 +195,7 @@ def worlds(
     tables: st.SearchStrategy[list[ec.TableConfig]] | None = None,
 ) -> World:
     """A training run: tables, optimizer, and batches with duplicates, empty bags and empty batches."""
-    chosen = draw(table_lists() if tables is None else tables)
+    chosen = draw(table_lists(dtypes=ROW_TYPES) if tables is None else tables)
     names = features_of(chosen)
     pool = draw(pools(high=60))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import embcache as ec
 from promises.strategies import (
+    ROW_TYPES,
     World,
     examples,
     features_of,
@@ -43,7 +44,7 @@ def test_i3_a_run_with_failures_equals_a_run_without() -> None:
     seen = {"failures": 0, "evicted": 0, "rejected": 0}
 
     @examples(40)
-    @given(world=worlds(tables=table_lists(filtered=filters())), fail_every=st.integers(1, 3))
+    @given(world=worlds(tables=table_lists(filtered=filters(), dtypes=ROW_TYPES)), fail_every=st.integers(1, 3))
     def run(world: World, fail_every: int) -> None:
         world = replace(world, accumulate=1, joint=1)
         rows = world.least_rows()
@@ -128,7 +129,7 @@ def test_i3_cancelled_plans_leave_nothing() -> None:
 
     @examples(40)
     @given(
-        tables=table_lists(),
+        tables=table_lists(dtypes=ROW_TYPES),
         seed=st.integers(0, 2**32),
         steps=st.integers(3, 25),
     )

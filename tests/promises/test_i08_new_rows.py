@@ -12,26 +12,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import embcache as ec
-from promises.strategies import HOSTILE_KEYS, examples, initializers, int64, one_feature
+from promises.strategies import HOSTILE_KEYS, ROW_TYPES, examples, initializers, int64, one_feature
 
 some_keys = st.lists(st.sampled_from(HOSTILE_KEYS) | int64, min_size=1, max_size=60, unique=True)
 RANDOM = [ec.Uniform(-1.0, 1.0), ec.Normal(0.0, 1.0), ec.TruncatedNormal(0.0, 1.0)]
 
 
 def fresh(
-    keys: list[int], initializer: object, *, name: str = "t", seed: int = 0, dim: int = 5, threads: int = 1
+    keys: list[int],
+    initializer: object,
+    *,
+    name: str = "t",
+    seed: int = 0,
+    dim: int = 5,
+    threads: int = 1,
+    dtype: str = "float32",
 ) -> np.ndarray:
-    with ec.EmbTable(name, dim, initializer=initializer, seed=seed, num_threads=threads) as table:
+    with ec.EmbTable(name, dim, initializer=initializer, seed=seed, num_threads=threads, dtype=dtype) as table:
         return table.lookup(keys)
 
 
 @examples(60)
-@given(keys=some_keys, initializer=initializers, seed=int64, shuffle=st.randoms(use_true_random=False))
-def test_i8_any_order_any_batching_and_reading_ahead(keys, initializer, seed, shuffle) -> None:
-    expected = dict(zip(keys, fresh(keys, initializer, seed=seed).tolist(), strict=True))
+@given(
+    keys=some_keys,
+    initializer=initializers,
+    seed=int64,
+    dtype=st.sampled_from(ROW_TYPES),
+    shuffle=st.randoms(use_true_random=False),
+)
+def test_i8_any_order_any_batching_and_reading_ahead(keys, initializer, seed, dtype, shuffle) -> None:
+    expected = dict(zip(keys, fresh(keys, initializer, seed=seed, dtype=dtype).tolist(), strict=True))
     order = list(keys)
     shuffle.shuffle(order)
-    table = ec.EmbTable("t", 5, initializer=initializer, seed=seed, num_threads=3)
+    table = ec.EmbTable("t", 5, initializer=initializer, seed=seed, num_threads=3, dtype=dtype)
     np.testing.assert_array_equal(table.lookup(keys, insert=False), list(expected.values()))
     assert len(table) == 0
     for key in order:  # one at a time, in another order, beside others
@@ -44,9 +57,10 @@ def test_i8_any_order_any_batching_and_reading_ahead(keys, initializer, seed, sh
 def test_i8_any_number_of_threads() -> None:
     keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 40_000)
     for initializer in RANDOM:
-        one = fresh(keys.tolist(), initializer, threads=1)
-        for threads in (2, 5):
-            assert one.tobytes() == fresh(keys.tolist(), initializer, threads=threads).tobytes()
+        for dtype in ROW_TYPES:
+            one = fresh(keys.tolist(), initializer, threads=1, dtype=dtype)
+            for threads in (2, 5):
+                assert one.tobytes() == fresh(keys.tolist(), initializer, threads=threads, dtype=dtype).tobytes()
 
 
 @examples(30)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import embcache as ec
 import embcache.manager as manager_module
 from promises.strategies import (
+    ROW_TYPES,
     World,
     examples,
     features_of,
@@ -102,7 +103,9 @@ def test_i9_bit_identical_with_filters_on_every_table() -> None:
     seen: Counter[str] = Counter()
 
     @examples(50)
-    @given(world=worlds(steps=(16, 40), tables=table_lists(most=2, filtered=filters())), data=st.data())
+    @given(
+        world=worlds(steps=(16, 40), tables=table_lists(most=2, filtered=filters(), dtypes=ROW_TYPES)), data=st.data()
+    )
     def run(world: World, data: st.DataObject) -> None:
         resident = make_collection(world, None)
         outputs, state = train(resident, world), model_state(resident.manager)
@@ -273,7 +276,7 @@ def test_i9_order_of_tables_and_features_does_not_matter() -> None:
     """The core puts tables of a dim together; neither that nor the batch's order of features shows."""
 
     @examples(15)
-    @given(tables=table_lists(most=3), pool=pools(), seed=st.integers(0, 2**32), spec=optimizers)
+    @given(tables=table_lists(most=3, dtypes=ROW_TYPES), pool=pools(), seed=st.integers(0, 2**32), spec=optimizers)
     def run(tables: list[ec.TableConfig], pool: list[int], seed: int, spec: ec.OptimizerSpec) -> None:
         names, states = features_of(tables), []
         for turn in range(2):

@@ -164,6 +164,46 @@ def test_rows_move_and_add_up(backend: Backend) -> None:
         assert torch.equal(weights, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@given(case=cases())
+@settings(max_examples=15)
+def test_both_backends_compute_the_same_on_narrow_rows(dtype: torch.dtype, case: Case) -> None:
+    """Results are float32; an updated weight may fall on the other side of a tie."""
+    case.weights = case.weights.to(dtype)
+    compiled, stock = case.results(CPU), case.results(STOCK)
+    for name, values in compiled.items():
+        stored = name.endswith(" 0")
+        assert values.dtype is stock[name].dtype is (dtype if stored else torch.float32), name
+        tolerance = torch.finfo(dtype).eps if stored else 1e-5
+        torch.testing.assert_close(
+            stock[name].float(),
+            values.float(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_rows_move_as_they_are_or_widened(backend: Backend, dtype: torch.dtype) -> None:
+    buffer = backend.allocate(6, 3, dtype)
+    assert buffer.dtype is dtype and not buffer.any()
+    rows, slots = torch.randn(3, 3).to(dtype), np.array([5, 0, 2])
+    backend.scatter_rows(buffer, slots, rows)
+    assert torch.equal(buffer[slots], rows) and torch.equal(backend.gather_rows(buffer, slots), rows)
+    wide = torch.empty(3, 3)
+    assert backend.gather_rows(buffer, slots, wide) is wide and torch.equal(wide, rows.float())
+    bits = backend.to_host(rows)
+    assert bits.dtype == (np.float16 if dtype is torch.float16 else np.int16)
+    assert torch.equal(torch.from_numpy(bits.copy()).view(dtype), rows)
+    with backend.staging((3, 3), bits.dtype) as block:
+        block.array[...] = bits
+        backend.scatter_rows(buffer, np.array([1, 3, 4]), backend.upload(block).view(dtype))
+    assert torch.equal(buffer[[1, 3, 4]], rows)
+    assert backend.allocate(1 << 20, 4, dtype).untyped_storage().nbytes() < 16 << 20
+
+
 @BACKENDS
 def test_nothing_is_recorded_for_autograd(backend: Backend) -> None:
     case = Case(0, 4, [1, 2, 0, 3], weighted=False, filtered=False, key_count=3)

@@ -23,7 +23,7 @@
 #define EC_DEDUP_NEAR_KEYS 2048 /* up to so many keys nothing is prefetched: it is near */
 #define EC_DEDUP_FAR_KEYS 65536 /* from so many keys on, what an entry leads to is prefetched too */
 #define EC_DEDUP_BLOCK 8192     /* positions of a block of a large call */
-#define EC_PARTS_LOG2 5
+#define EC_PARTS_LOG2 4
 #define EC_PARTS (1 << EC_PARTS_LOG2)
 #define EC_DEDUP_LARGE 65536 /* keys of one table from which the call is cut */
 #define EC_RANGES 8          /* ranges of ids that are grouped by themselves */

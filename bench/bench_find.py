@@ -48,7 +48,7 @@ class World:
         self.tables = [KhashTable(self.keys), IndexTable(self.keys)] if rows <= MOST_PEERS else []
         self.slow = [SortedTable(self.keys), DictTable(self.keys)] if rows <= MOST_OBJECTS else []
         self.lines = HugeMemory(int(rows / LINE_KEYS) + 1, 16)
-        self.out = np.empty(QUERIES, dtype=np.int64)
+        self.out, self.our_out = np.empty(QUERIES, dtype=np.int64), np.empty(QUERIES, dtype=np.int64)
 
     def close(self) -> None:
         for table in self.ours.values():
@@ -89,7 +89,7 @@ def _limit(world: World, kind: str, threads: int) -> Contender:
 @pytest.mark.parametrize("kind", KINDS)
 def test_find(race: Race, world: World, kind: str, threads: int) -> None:
     queries = world.queries[kind]
-    ours = Contender("embcache", lambda i: world.ours[threads].find(queries[i]))
+    ours = Contender("embcache", lambda i: world.ours[threads].find(queries[i], out=world.our_out))
     peers: list[Contender | Absent] = []
     for name, cpp in world.maps.items():
         if isinstance(cpp, str):

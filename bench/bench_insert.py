@@ -15,19 +15,19 @@ from peers.tables import KhashTable
 from race import MILLION_KEYS, MILLISECONDS, Absent, Contender, Race
 from samples import Sampler, keys_of
 
-DIM = 16
+DIM, NARROW = 64, 16
 CALL = 4096
 NO_ROWS = "keys only, no rows"
 
 
-def new_table() -> ec.EmbTable:
+def new_table(dim: int = DIM) -> ec.EmbTable:
     """An empty table; one thread."""
-    return ec.EmbTable("insert", DIM, num_threads=1)
+    return ec.EmbTable("insert", dim, num_threads=1)
 
 
-def filled(keys: np.ndarray, call: int) -> ec.EmbTable:
+def filled(keys: np.ndarray, call: int, dim: int = DIM) -> ec.EmbTable:
     """A table that got `keys` in calls of `call` keys."""
-    table = new_table()
+    table = new_table(dim)
     for start in range(0, len(keys), call):
         table.insert(keys[start : start + call])
     return table
@@ -63,17 +63,18 @@ def same_size(keys: np.ndarray) -> Callable[[ec.EmbTable, CppMap | KhashTable], 
     return check
 
 
+@pytest.mark.parametrize("dim", [DIM, NARROW])
 @pytest.mark.parametrize("call", [None, CALL], ids=["one call", f"calls of {CALL}"])
-def test_insert_from_empty(race: Race, rows: int, call: int | None) -> None:
+def test_insert_from_empty(race: Race, rows: int, call: int | None, dim: int) -> None:
     keys = keys_of(np.arange(rows))
-    table = filled(keys, len(keys))
+    table = filled(keys, len(keys), dim)
     stats = table.stats()
     table.close()
     held = stats["bytes"]
     peers: list[Contender | Absent] = [
         Contender(f"memset of {held / 2**20:.0f} MiB of fresh huge pages", lambda _i: fresh_memset(held))
     ]
-    if call is None:
+    if call is None and dim == NARROW:
         for name in MAPS:
             cpp = cpp_map(name)
             label = f"{name} ({NO_ROWS})"
@@ -86,8 +87,8 @@ def test_insert_from_empty(race: Race, rows: int, call: int | None) -> None:
         peers.append(
             Contender(f"pandas Int64HashTable ({NO_ROWS}, told the size)", lambda _i: KhashTable(keys), same_size(keys))
         )
-    ours = Contender("embcache", lambda _i: filled(keys, call or len(keys)), after=ec.EmbTable.close)
-    case = f"insert {rows / 1e6:g} M new keys x {DIM}, {'one call' if call is None else f'calls of {CALL}'}"
+    ours = Contender("embcache", lambda _i: filled(keys, call or len(keys), dim), after=ec.EmbTable.close)
+    case = f"insert {rows / 1e6:g} M new keys x {dim}, {'one call' if call is None else f'calls of {CALL}'}"
     race("insert", case, ours, peers, work=rows, unit=MILLION_KEYS, rounds=5)
 
 

@@ -53,8 +53,11 @@ static inline void ec_place_take(ec_work *w, int64_t t, int64_t u, uint32_t vict
     EC_PUSH(p->takes, ec_take_record, take);
 }
 
-/* Two looks ahead at a victim: its slot; then, as that says which, its index bucket and its host row. */
-static inline void ec_place_prefetch_slot(const ec_cache *c, uint32_t victim) { EC_PREFETCH_WRITE(&c->slots[victim]); }
+/* Two looks ahead at a victim: its slot and seat; then, as that says which, its index bucket and its host row. */
+static inline void ec_place_prefetch_slot(const ec_cache *c, uint32_t victim) {
+    EC_PREFETCH_WRITE(&c->slots[victim]);
+    EC_PREFETCH_WRITE(&c->seats[victim]);
+}
 
 static inline void ec_place_prefetch_key(const ec_side *s, uint32_t victim) {
     const ec_slot *slot = &s->cache.slots[victim];

@@ -393,6 +393,8 @@ class EmbTable:
 
     def find(self, keys: npt.ArrayLike, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
         """Return the row index of each key, -1 where absent: int64 (n,), in `out` if given."""
+        if out is None:
+            return self._core.find(as_keys(keys, self._owner))
         return self._rows_of(self._core.find, keys, out)
 
     def insert(self, keys: npt.ArrayLike, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:

@@ -24,6 +24,7 @@ class TableStats(TypedDict):
     index_bytes: int
     slack_bytes: int
     other_bytes: int
+    reserved_bytes: int
     bytes: int
     overhead_bytes_per_row: float
 

@@ -23,7 +23,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport getpid
 
-from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_memory_room
+from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_arena_touched, ec_memory_room
 from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_xxh3
 from embcache._core.index cimport ec_index, ec_index_free, ec_index_init
 from embcache._core.threads cimport parallel_for, resolve_threads
@@ -52,6 +52,7 @@ cdef extern from "<pthread.h>":
 
 cdef extern from "ec_table.h":
     const int64_t EC_SPLIT_ABOVE
+    const int64_t EC_EXTENT_ROWS
     const int64_t EC_NARROW_DIM_MAX
 
     ctypedef struct ec_partition:
@@ -1163,11 +1164,14 @@ cdef class Table:
         dict
             rows, limbo_rows, free_rows, partitions, segments; row_bytes (weights and state of live rows), padding_bytes (what
             alignment adds to them), column_bytes (keys, flags, frequencies and timestamps of live rows), index_bytes,
-            slack_bytes (mapped, not holding a live row), other_bytes (extent lists and the like), bytes;
-            overhead_bytes_per_row (index, columns, slack and other, over the live rows; 0.0 when empty).
+            slack_bytes (in memory, not holding a live row), other_bytes (extent lists and the like), reserved_bytes (mapped
+            for rows to come and never touched: address space, and of a table in a directory disk space, but no memory),
+            bytes (the sum of all these); overhead_bytes_per_row (index, columns, slack and other, over the live rows; 0.0
+            when empty).
         """
         cdef ec_table_fields *t = <ec_table_fields *>self.t
-        cdef int64_t i
+        cdef ec_arena *columns[6]
+        cdef int64_t i, touched = 0, arenas = 0, segments = 0
         self.enter(False)
         try:
             index_bytes = 0
@@ -1177,17 +1181,15 @@ cdef class Table:
                 index_bytes += t.partitions[i].index.bytes
                 free_rows += t.partitions[i].free_count
                 other += t.partitions[i].extent_slots * 4
-            arenas = 0
-            segments = 0
             stride = t.rows.stride + (t.states.stride if 0 < t.state_dim <= 2 else 0)
             column = t.keys.stride + t.flags.stride + (16 if t.with_filter else 0)
-            for item in ((t.rows.bytes, t.rows.segment_count), (t.states.bytes, t.states.segment_count),
-                         (t.keys.bytes, t.keys.segment_count), (t.flags.bytes, t.flags.segment_count),
-                         (t.frequencies.bytes, t.frequencies.segment_count), (t.timestamps.bytes, t.timestamps.segment_count)):
-                arenas += item[0]
-                segments += item[1]
+            columns[:] = [&t.rows, &t.states, &t.keys, &t.flags, &t.frequencies, &t.timestamps]
+            for i in range(6):
+                arenas += <int64_t>columns[i].bytes
+                segments += columns[i].segment_count
+                touched += <int64_t>ec_arena_touched(columns[i], t.extent_count * EC_EXTENT_ROWS)
             payload = t.dim * ec_type_bytes(t.type) + t.state_dim * 4
-            slack = arenas - t.live * (stride + column)
+            slack = touched - t.live * (stride + column)
             return {
                 "rows": t.live,
                 "limbo_rows": t.limbo,
@@ -1200,6 +1202,7 @@ cdef class Table:
                 "index_bytes": index_bytes,
                 "slack_bytes": slack,
                 "other_bytes": other,
+                "reserved_bytes": arenas - touched,
                 "bytes": arenas + index_bytes + other,
                 "overhead_bytes_per_row": (t.live * column + index_bytes + slack + other) / t.live if t.live else 0.0,
             }

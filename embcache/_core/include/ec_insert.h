@@ -15,6 +15,8 @@
 
 #include "ec_rows.h"
 
+#define EC_FINISH 16 /* rows that are asked for at once, to be written */
+
 enum { EC_BORN = 1, EC_BORN_AGAIN = 2 }; /* marks of born[] while an insert runs: a new key; its row was free before */
 
 typedef struct ec_insertion {
@@ -109,7 +111,7 @@ EC_INLINE void ec_settle_body(const ec_insertion *b, int64_t share, ec_share_res
 {
     const ec_table *t = b->t;
     const int64_t n = b->n, ahead = EC_AHEAD < n ? EC_AHEAD : n;
-    uint64_t window[EC_AHEAD];
+    uint64_t window[EC_AHEAD]; /* hashes, not buckets: those move when an index grows */
     for (int64_t i = 0; i < ahead; ++i) {
         window[i] = ec_hash_at(b->keys, b->hashes, i);
         ec_index_prefetch(&ec_table_partition(t, window[i])->index, window[i]);
@@ -121,6 +123,13 @@ EC_INLINE void ec_settle_body(const ec_insertion *b, int64_t share, ec_share_res
             const uint64_t later = ec_hash_at(b->keys, b->hashes, i + EC_AHEAD);
             window[i & (EC_AHEAD - 1)] = later;
             ec_index_prefetch(&ec_table_partition(t, later)->index, later);
+        }
+        if (i + EC_AHEAD / 2 < n) { /* a full bucket sends the key to the next one */
+            const uint64_t soon = window[(i + EC_AHEAD / 2) & (EC_AHEAD - 1)];
+            const ec_index *index = &ec_table_partition(t, soon)->index;
+            const ec_bucket *home = index->buckets + ec_index_home(index, soon);
+            if ((home->meta & EC_OCCUPANCY) == EC_OCCUPANCY)
+                EC_PREFETCH_READ(home + 1);
         }
         ec_partition *p = ec_table_partition(t, hash);
         if (b->shares > 1 && (p - t->partitions) % b->shares != share)
@@ -187,18 +196,26 @@ static void ec_insert_undo(const ec_insertion *b)
 static void ec_insert_finish(const ec_insertion *b, int64_t from, int64_t to)
 {
     const ec_table *t = b->t;
-    for (int64_t i = from; i < to; ++i) {
-        if (b->rows[i] < 0)
-            b->rows[i] = ec_partition_row(ec_table_partition(t, ec_hash_at(b->keys, b->hashes, i)), -1 - b->rows[i]);
-        if (b->born[i])
-            EC_PREFETCH_WRITE(ec_table_key(t, b->rows[i]));
-    }
-    for (int64_t i = from; i < to; ++i) {
-        if (i + EC_ROW_AHEAD < to && b->born[i + EC_ROW_AHEAD])
-            EC_PREFETCH_WRITE(ec_table_weights(t, b->rows[i + EC_ROW_AHEAD]));
-        if (b->born[i]) {
-            ec_table_bear(t, b->rows[i], b->keys[i], ec_hash_at(b->keys, b->hashes, i), b->born[i] & EC_BORN_AGAIN);
-            b->born[i] = 1;
+    uint64_t hashes[EC_FINISH];
+    for (; from < to; from += EC_FINISH) {
+        const int64_t count = to - from < EC_FINISH ? to - from : EC_FINISH;
+        for (int64_t j = 0; j < count; ++j) {
+            const int64_t i = from + j;
+            if (b->rows[i] >= 0 && !b->born[i])
+                continue;
+            hashes[j] = ec_hash_at(b->keys, b->hashes, i);
+            if (b->rows[i] < 0)
+                b->rows[i] = ec_partition_row(ec_table_partition(t, hashes[j]), -1 - b->rows[i]);
+            if (b->born[i]) {
+                EC_PREFETCH_WRITE(ec_table_weights(t, b->rows[i]));
+                EC_PREFETCH_WRITE(ec_table_key(t, b->rows[i]));
+            }
+        }
+        for (int64_t i = from; i < from + count; ++i) {
+            if (b->born[i]) {
+                ec_table_bear(t, b->rows[i], b->keys[i], hashes[i - from], b->born[i] & EC_BORN_AGAIN);
+                b->born[i] = 1;
+            }
         }
     }
 }

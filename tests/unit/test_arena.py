@@ -101,6 +101,22 @@ def test_more_than_the_machine_has_is_refused_and_changes_nothing() -> None:
     assert arena.segments == before
 
 
+@pytest.mark.parametrize(("stride", "rows"), [(1, 2**32 + 2**20), (32768, 2**17 + 5000)])
+def test_case_3_rows_beyond_2_to_the_32_and_bytes_beyond_2_to_the_32(stride: int, rows: int) -> None:
+    """Only address space is taken: what is not written costs no memory."""
+    if memory_room() < 1.3 * rows * stride:
+        pytest.skip(f"less than {1.3 * rows * stride / GIB:.1f} GiB may be mapped here")
+    arena = Arena(stride)
+    arena.reserve(rows)
+    far = [rows - 1, rows - 2**16, rows // 2, 2**31 // stride, 2**32 // stride, 2**32 // stride + 1]
+    for row in far:
+        arena.write(row, (row % 251).to_bytes(1, "little") * stride)
+    assert len({arena.address(row) for row in far}) == len(set(far))
+    assert all(arena.read(row) == (row % 251).to_bytes(1, "little") * stride for row in far)
+    assert arena.read(rows % 2**32 + 7) == bytes(stride)  # where a row number cut to 32 bits would have written
+    assert sum(count for count, _ in arena.segments) == arena.rows >= rows
+
+
 def test_bad_arguments() -> None:
     for stride in (0, -8, 2**40):
         with pytest.raises(ConfigError, match=str(stride)):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -253,3 +256,71 @@ def test_i11_every_allocation_failing_in_turn_changes_nothing() -> None:
                 break
     assert raised >= 40
     assert table.stats()["partitions"] > 4
+
+
+# ------------------------------------------------------------------------------------------------- the limit of a cgroup
+
+FENCED = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from embcache.errors import HostMemoryError
+from embcache.table import EmbTable
+
+fence, limit_file = Path(sys.argv[1]), sys.argv[2]
+table = EmbTable("users", 256, num_threads=1)
+table.insert(np.arange(1000))
+(fence / "cgroup.procs").write_text(str(os.getpid()))
+(fence / limit_file).write_text(str(400 * 2**20))
+start = 1000
+while True:
+    keys = np.arange(start, start + 5000)
+    try:
+        table.insert(keys)
+    except HostMemoryError as error:
+        assert "users" in str(error) and "memory.max" in str(error)
+        break
+    start += 5000
+    assert start < 1_000_000, "the limit did not bite"
+assert len(table) == start and not (table.find(keys) >= 0).any()
+assert (table.find(np.arange(start)) >= 0).all()
+table.core.check()
+table.erase(np.arange(10_000))
+table.insert(keys)  # into the rows that are free now
+print(start)
+"""
+
+
+@pytest.fixture
+def fence() -> Iterator[tuple[Path, str]]:
+    """A control group of our own below the one we are in, and the name of its limit; skipped where none can be made."""
+    root, limit, at = Path("/sys/fs/cgroup"), "memory.max", ""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, limit, at = root / "memory", "memory.limit_in_bytes", path
+            break
+        if not controllers:
+            at = path
+    made = root / at.lstrip("/") / f"embcache-{os.getpid()}"
+    try:
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        if not (made / limit).exists():
+            pytest.skip("the memory controller is not ours to use here")
+        yield made, limit
+    finally:
+        made.rmdir()
+
+
+def test_i11_the_limit_of_a_cgroup_is_an_error_and_not_a_kill(fence: tuple[Path, str]) -> None:
+    made, limit = fence
+    done = subprocess.run(
+        [sys.executable, "-c", FENCED, str(made), limit], capture_output=True, text=True, timeout=300, check=False
+    )
+    if "PermissionError" in done.stderr or "Device or resource busy" in done.stderr:
+        pytest.skip("the control group may not be used here")
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert int(done.stdout) > 50_000

@@ -40,6 +40,8 @@ from .errors import (
     PinnedKeyError,
     PlanError,
     ShapeError,
+    StorageError,
+    UncleanDirectoryError,
 )
 
 if TYPE_CHECKING:
@@ -102,10 +104,12 @@ __all__ = [
     "RowWiseAdagrad",
     "ShapeError",
     "ShowClick",
+    "StorageError",
     "SwapInfo",
     "TableConfig",
     "TableView",
     "TruncatedNormal",
+    "UncleanDirectoryError",
     "Uniform",
     "Zeros",
     "hash_strings",

@@ -507,7 +507,8 @@ class TableConfig:
         Fixed number of device slots of this table; default: a share of the collection's ``hbm_bytes``.
     admit_and_evict : AdmitAndEvictConfig, optional
     directory : path, optional
-        File-backed tables are not in this version: only None.
+        This table's own directory: its rows and the state of its filter lie there in files, which may exceed memory, and come
+        back when a manager is made with the same description (see `EmbTable`). Default: in memory.
     """
 
     name: str
@@ -559,7 +560,6 @@ class TableConfig:
             raise ConfigError(
                 f"{owner}: not_admitted_default_value = {default!r} is infinite in {kind.name}; give less than {kind.end:g} in size"
             )
-        if self.directory is not None:
-            raise ConfigError(
-                f"{owner}: directory = {self.directory!r}; this version keeps tables in memory only, leave it out"
-            )
+        path = self.directory
+        if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+            raise ConfigError(f"{owner}: directory = {path!r}; give a path, or None to keep the table in memory")

@@ -25,6 +25,8 @@ __all__ = [
     "PinnedKeyError",
     "PlanError",
     "ShapeError",
+    "StorageError",
+    "UncleanDirectoryError",
     "whole_number",
 ]
 
@@ -116,7 +118,11 @@ class HostMemoryError(EmbCacheError, MemoryError):
     """Host memory could not be had; the table is as it was before the call."""
 
 
-class DiskFullError(EmbCacheError, OSError):
+class StorageError(EmbCacheError, OSError):
+    """The file system refused to read or write; ``errno`` and ``filename`` say what and where."""
+
+
+class DiskFullError(StorageError):
     """The file system has no room; the previous generation or file is intact."""
 
 
@@ -129,4 +135,44 @@ class FormatVersionError(EmbCacheError):
 
 
 class LockedError(EmbCacheError):
-    """Another process holds the directory."""
+    """Another process, or another object of this one, holds the directory.
+
+    Attributes
+    ----------
+    pid : int or None
+        The process that holds it, where that is known.
+    """
+
+    def __init__(self, message: str, *, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_locked_error, (str(self), self.pid))
+
+
+def _rebuild_locked_error(message: str, pid: int | None) -> LockedError:
+    return LockedError(message, pid=pid)
+
+
+class UncleanDirectoryError(EmbCacheError):
+    """A file-backed table's directory was changed after its last flush and never closed: its content is unknown.
+
+    Attributes
+    ----------
+    directory : str
+    checkpoint : str or None
+        The last checkpoint that is known to hold the table's rows: restore it into a new directory.
+    """
+
+    def __init__(self, message: str, *, directory: str, checkpoint: str | None = None) -> None:
+        super().__init__(message)
+        self.directory = directory
+        self.checkpoint = checkpoint
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_unclean_error, (str(self), self.directory, self.checkpoint))
+
+
+def _rebuild_unclean_error(message: str, directory: str, checkpoint: str | None) -> UncleanDirectoryError:
+    return UncleanDirectoryError(message, directory=directory, checkpoint=checkpoint)

@@ -28,6 +28,7 @@ from .devices import backend_for
 from .door import Door
 from .errors import ConfigError, HbmCapacityError, HostMemoryError, PlanError, whole_number
 from .features import as_jagged_features
+from .filterfile import pack, unpack
 from .layout import FlatBatch, TableLayout
 from .swapinfo import SwapInfo
 from .table import initializer_spec
@@ -115,9 +116,18 @@ class EmbCacheManager:
         limits = [(table.num_embeddings or MAX_SLOTS) if growing and table.hbm_rows is None else 0 for table in configs]
         self._slots, self._slot_limits = np.array(capacities), np.maximum(limits, capacities)
         self._growing = bool(self._growable().any())
-        self.host_tables = [self._make_table(table) for table in configs]
-        self.planner = self._make_planner(capacities)
-        self.buffer = HbmBuffer(self.layout, optimizer, self.backend, capacities)
+        self.host_tables: list[Table] = []
+        self._unclosed: list[tuple[Table, bytes | None]] = []
+        try:
+            for table in configs:
+                self.host_tables.append(self._make_table(table))
+            self.planner = self._make_planner(capacities)
+            self._recall_filters()
+            self.buffer = HbmBuffer(self.layout, optimizer, self.backend, capacities)
+        except BaseException:
+            for opened in self.host_tables:
+                opened.close()
+            raise
         self.planner.set_bases(self.buffer.bases)
         self.door = Door(self.planner)
         self._past: list[dict[str, int]] = [dict.fromkeys(COUNTERS, 0) for _ in configs]
@@ -144,6 +154,7 @@ class EmbCacheManager:
             initial_state=self.initial_state(config.embedding_dim),
             with_filter=config.admit_and_evict is not None,
             num_threads=self._num_threads,
+            directory=config.directory,
         )
 
     def _make_planner(self, capacities: Sequence[int]) -> SwapManager:
@@ -554,12 +565,18 @@ class EmbCacheManager:
             backend.scatter_rows(out, elsewhere, backend.upload(block))
 
     def flush(self) -> None:
-        """Write all residents back to their host rows. They stay resident.
+        """Write all residents back to their host rows, and make file-backed tables durable. Residents stay resident.
+
+        Afterwards the directory of each file-backed table is clean: it holds rows, counters and the state of the filter as of
+        now, until a later batch or call changes the table.
 
         Raises
         ------
         PlanError
-            A plan is between its steps, so that some slots do not hold their rows yet.
+            A plan is between its steps, so that some slots do not hold their rows yet; or a file-backed table has a filter and
+            a plan is outstanding at all.
+        DiskFullError, StorageError
+            A directory could not be written and is unclean; the manager goes on.
         """
         with self.door:
             for t in range(len(self.host_tables)):
@@ -568,12 +585,38 @@ class EmbCacheManager:
     def flush_table(self, table: int) -> None:
         """`flush` of one table, by its place in the layout."""
         with self.door:
-            self._complete_abandoned()
-            if any(plan.state != "swapped_in" for plan in self.planner.outstanding):
-                raise PlanError("a planned batch has not been swapped in; swap it in or cancel it before flush")
-            _, slots, rows, _, _ = self.planner.residents(table)
-            if len(rows):
-                self.buffer.swap_out(self.host_tables[table], table, rows, slots)
+            host = self.host_tables[table]
+            if host.directory is not None and self.layout.tables[table].admit_and_evict is not None:
+                self._complete_abandoned()
+                if self.planner.outstanding:
+                    raise self._between_steps("flush the directory of a table with a filter")
+            self._write_back(table)
+            if host.directory is not None:
+                self.planner.write_counters(table)
+                host.flush(self._filter_bytes(table))
+
+    def _filter_bytes(self, table: int) -> bytes | None:
+        """What a directory keeps of the planner: None without a filter."""
+        rule = self.layout.tables[table].admit_and_evict
+        return None if rule is None else pack(self.planner.export_filter(table), self.planner.step, rule.policy)
+
+    def _recall_filters(self) -> None:
+        """Go on with the filters that the directories hold, and with their step."""
+        for t, table in enumerate(self.host_tables):
+            kept, rule = table.filter_state, self.layout.tables[t].admit_and_evict
+            if kept and rule is not None:
+                state, step = unpack(kept, f"table {table.name!r}", rule.policy)
+                self.planner.import_filter(t, state)
+                self.planner.start_at(max(step, self.planner.step))
+
+    def _write_back(self, table: int) -> None:
+        """Write the residents of one table back to their host rows."""
+        self._complete_abandoned()
+        if any(plan.state != "swapped_in" for plan in self.planner.outstanding):
+            raise PlanError("a planned batch has not been swapped in; swap it in or cancel it before flush")
+        _, slots, rows, _, _ = self.planner.residents(table)
+        if len(rows):
+            self.buffer.swap_out(self.host_tables[table], table, rows, slots)
 
     def rebalance(self) -> None:
         """Split the byte budget anew, by dim x measured unique keys a batch. Fixed tables (``hbm_rows``) stay.
@@ -613,7 +656,7 @@ class EmbCacheManager:
         """Write everything back and start buffer and planner anew; counters and filters carry over."""
         old = self.planner
         for t in range(len(self.host_tables)):
-            self.flush_table(t)
+            self._write_back(t)
             old.drop(t, old.residents(t)[0])
         past = [dict.fromkeys(COUNTERS, 0) for _ in self._past]
         for total, earlier, stats in zip(past, self._past, old.stats(), strict=True):
@@ -655,7 +698,8 @@ class EmbCacheManager:
 
         ``hits`` and ``misses`` count unique keys of planned batches; ``swap_in_rows``/``swap_out_rows`` and ``_bytes`` what
         moved; ``admitted``/``rejected`` unique keys with and without a slot; ``evicted`` rows lost in a sweep; ``born`` new
-        rows; ``rows`` keys in the host tables; ``host_bytes`` and ``hbm_bytes`` memory held; ``capacity``, ``resident``,
+        rows; ``rows`` keys in the host tables; ``host_bytes`` and ``hbm_bytes`` memory held; ``file_bytes``
+        of directories; ``capacity``, ``resident``,
         ``free`` and ``pinned`` slots; ``step`` the last planned training step.
         """
         with self.door:
@@ -671,6 +715,7 @@ class EmbCacheManager:
                 entry["hbm_bytes"] = (entry["capacity"] + 1) * size
                 host = self.host_tables[t].stats()
                 entry["rows"], entry["host_bytes"] = host["rows"] - now["dead"], host["bytes"]
+                entry["file_bytes"] = host["file_bytes"]
                 tables[config.name] = entry
             totals: dict[str, Any] = {
                 name: sum(entry[name] for entry in tables.values()) for name in next(iter(tables.values()))
@@ -680,19 +725,53 @@ class EmbCacheManager:
             return totals
 
     def close(self) -> None:
-        """Free tables and buffer; waits for a plan being made. Idempotent. Every later use raises `ClosedError`."""
+        """Free tables and buffer; waits for a plan being made. Idempotent. Every later use raises `ClosedError`.
+
+        File-backed tables get the residents' rows first, and are left clean; a manager that dies without close leaves what
+        the last flush did, or directories that refuse to open.
+
+        Raises
+        ------
+        DiskFullError, StorageError
+            A directory could not be written. Everything else is closed; close again when there is room.
+        """
         self.door.check_process()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown(wait=threading.get_ident() != self._worker_thread)
         with self.door.lock:
-            if self.door.closed:
-                return
-            self.door.closed = True
-            self.planner.close()
-            self.buffer.release()
-            for table in self.host_tables:
+            if not self.door.closed:
+                self._unclosed = self._written_back()
+                self.door.closed = True
+                self.planner.close()
+                self.buffer.release()
+            while self._unclosed:
+                table, filter_bytes = self._unclosed[-1]
+                if table.directory is not None:
+                    table.flush(filter_bytes)
                 table.close()
+                self._unclosed.pop()
+
+    def _written_back(self) -> list[tuple[Table, bytes | None]]:
+        """The tables, and what their directories shall keep of the planner; the rows of file-backed ones are home."""
+        if all(table.directory is None for table in self.host_tables):
+            return [(table, None) for table in self.host_tables]
+        self._complete_abandoned()
+        for plan in reversed(self.planner.outstanding):
+            if plan.state == "planned":
+                self.planner.cancel(plan)
+        for plan in self.planner.outstanding:
+            if plan.state == "swapped_out":
+                self._swap_in(plan)
+        for plan in self.planner.outstanding:
+            self.planner.finish(plan)
+        for t, table in enumerate(self.host_tables):
+            if table.directory is not None:
+                self._write_back(t)
+        return [
+            (table, None if table.directory is None else self._filter_bytes(t))
+            for t, table in enumerate(self.host_tables)
+        ]
 
     def __enter__(self) -> EmbCacheManager:
         return self

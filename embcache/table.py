@@ -6,7 +6,9 @@ the compiled table. It must never hand out memory of the table: every result is 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ import numpy as np
 from ._core.digest import hash_strings as _hash_strings
 from ._core.table import Table
 from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros
-from .errors import ChangedError, ClosedError, ConfigError, ShapeError, shown, whole_number
+from .errors import ChangedError, ClosedError, ConfigError, ForkError, ShapeError, shown, whole_number
 from .rowtypes import ROW_TYPES, RowType, row_type
 
 if TYPE_CHECKING:
@@ -106,6 +108,17 @@ def hash_strings(values: Iterable[str | bytes], salt: int = 0) -> npt.NDArray[np
     except TypeError:
         raise ShapeError(f"hash_strings: values = {values!r}; give a sequence of strings") from None
     return _hash_strings(items, seed % 2**64)
+
+
+def _reopen(kind: type[EmbTable], name: str, dim: int, options: dict[str, Any]) -> EmbTable:
+    """What a pickled file-backed table is: how to open it again."""
+    return kind(name, dim, **options)
+
+
+def _close_dropped(core: Table) -> None:
+    """The end of a file-backed table that nobody closed; in a forked child it is the parent's."""
+    with contextlib.suppress(ForkError):
+        core.close()
 
 
 def _refuse_masked(what: str, value: Any, owner: str) -> None:
@@ -264,7 +277,9 @@ class EmbTable:
     seed : int
         Any int64.
     directory : path, optional
-        File-backed tables are not in this version: only None.
+        Where the table lies in files, which may exceed memory; default: in memory. The directory itself is made if it is
+        absent. One that a table of the same description left clean (closed, or flushed and not changed since) is opened at
+        once, whatever its size; any other refuses, and nothing in it is touched. One object at a time has it open.
     num_threads : int, optional
         Threads of a large call, 1 to 64; default: the CPUs available, at most 16. No result depends on it.
 
@@ -277,6 +292,11 @@ class EmbTable:
     Keys are integers of any dtype and stride; floats and booleans are refused. A call either succeeds or raises before
     anything changed: `ShapeError`, `ConfigError`, `HostMemoryError`, `ClosedError`, or `ForkError` in a forked child.
     No method touches frequencies or timestamps.
+
+    A file-backed table adds `DiskFullError`, `StorageError`, and when it is opened `LockedError`, `UncleanDirectoryError` (a crash
+    came before close or flush: restore a checkpoint), `CorruptionError` and `FormatVersionError`. It closes itself when it is
+    dropped or the interpreter ends. Pickled, it is its description and its path: unpickling opens the directory, which must
+    then be closed everywhere else.
 
     Thread safety: any thread may call at any time; reading calls run together, a changing call alone.
 
@@ -306,10 +326,6 @@ class EmbTable:
             raise ConfigError(f"EmbTable: name = {name!r}; give a non-empty string")
         owner = f"table {name!r}"
         kind = row_type(owner, dtype)
-        if directory is not None:
-            raise ConfigError(
-                f"{owner}: directory = {directory!r}; this version keeps tables in memory only, leave it out"
-            )
         for option, value, low, high in (
             ("dim", dim, 1, MAX_EMBEDDING_DIM),
             ("state_dim", state_dim, 0, _MAX_STATE_DIM),
@@ -327,8 +343,11 @@ class EmbTable:
             initializer=initializer_spec(initializer),
             seed=seed,
             num_threads=num_threads,
+            directory=directory,
         )
         self._owner, self._kind = owner, kind
+        if directory is not None:
+            self._closer = weakref.finalize(self, _close_dropped, self._core)
 
     @property
     def core(self) -> Table:
@@ -354,6 +373,12 @@ class EmbTable:
     def seed(self) -> int:
         """Seed of the initial values."""
         return self._core.seed
+
+    @property
+    def directory(self) -> str | None:
+        """Absolute path of the directory of a file-backed table; None in memory."""
+        place = self._core.directory
+        return None if place is None else place.path
 
     @property
     def closed(self) -> bool:
@@ -466,7 +491,7 @@ class EmbTable:
         ------
         (keys, weights, state, frequency, timestamp)
             int64 (k,), (k, dim) as in `lookup`, float32 (k, state_dim), and int64 (k,) each; frequency and timestamp are None
-            for a table without a filter, as every EmbTable is. All are copies.
+            unless the directory was made by a manager whose table has a filter. All are copies.
 
         Raises
         ------
@@ -519,11 +544,23 @@ class EmbTable:
         self._core.check()
 
     def flush(self) -> None:
-        """Make changes durable. A table in memory has nothing to flush; the call checks that it is still open."""
-        len(self._core)
+        """Make changes durable and the directory clean; reading calls go on meanwhile. In memory there is nothing to do.
+
+        Raises
+        ------
+        DiskFullError, StorageError
+            The directory is as unclean as it was; the table can be used on, and after a full disk flushed again.
+        """
+        self._core.flush()
 
     def close(self) -> None:
-        """Free the memory once running calls have returned; later calls raise `ClosedError`. Closing twice is allowed."""
+        """Flush and free once running calls have returned; later calls raise `ClosedError`. Closing twice is allowed.
+
+        Raises
+        ------
+        DiskFullError, StorageError
+            The flush failed, and the table stays open.
+        """
         self._core.close()
 
     def __enter__(self) -> EmbTable:
@@ -536,10 +573,20 @@ class EmbTable:
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigError(
-            "an EmbTable cannot be copied or pickled: its rows are host memory of this process; make a new one, and copy rows "
-            "with items() and assign()"
-        )
+        if self._core.directory is None:
+            raise ConfigError(
+                "an EmbTable in memory cannot be copied or pickled: its rows are host memory of this process; make a new one, and "
+                "copy rows with items() and assign()"
+            )
+        options = {
+            "state_dim": self.state_dim,
+            "dtype": self._core.dtype,
+            "initializer": self.initializer,
+            "seed": self.seed,
+            "directory": self.directory,
+            "num_threads": self._core.num_threads,
+        }
+        return _reopen, (type(self), self.name, self.dim, options)
 
     if not TYPE_CHECKING:  # for a type checker, only the attributes above exist
 

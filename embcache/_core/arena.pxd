@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int64_t, uint64_t
 
+from embcache._core.directory cimport ec_backing
+
 cdef extern from "ec_memory.h":
     uint64_t ec_memory_room() noexcept nogil
     uint64_t ec_cgroup_room(const char *root, const char *membership) noexcept nogil
@@ -13,6 +15,7 @@ cdef extern from "ec_arena.h":
         int64_t rows    # elements below this are mapped
         int64_t stride  # bytes of an element
         size_t bytes    # mapped
+        ec_backing *backing  # where segments lie; NULL: anonymous memory
 
     void ec_arena_init(ec_arena *arena, int64_t stride) noexcept nogil
     void ec_arena_free(ec_arena *arena) noexcept nogil

@@ -81,6 +81,7 @@ cdef extern from "ec_plan.h":
     void ec_side_standings(const ec_side *s, int64_t *keys, int64_t *ranks, int64_t *versions, int64_t *counts) noexcept nogil
     int64_t ec_side_ghosts(const ec_side *s, int64_t *keys) noexcept nogil
     void ec_side_retire(ec_side *s) noexcept nogil
+    void ec_side_write_counters(ec_side *s) noexcept nogil
     int64_t ec_side_scan(const ec_side *s, int64_t *cursor, int64_t *keys, int64_t *counts, int64_t *last, int64_t most) noexcept nogil
     int ec_side_load(ec_side *s, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n, int64_t newest) noexcept nogil
 
@@ -191,10 +192,13 @@ cdef class SwapManager:
     cdef int64_t last_step
     cdef int bases_given
     cdef readonly int num_threads
+    cdef int lock_status         # of the last lock_tables
     cdef int enter(self) except -1
     cdef void leave(self) noexcept
     cdef int64_t lock_tables(self, int write) noexcept nogil
     cdef void unlock_tables(self, int64_t count) noexcept nogil
+    cdef int lock_table(self, int64_t t, int write) except -1
+    cdef object lock_failure(self, int64_t t, int status)
     cdef int lock_all(self) except -1
     cdef int check_capacity(self, object table, object capacity) except -1
     cdef int check_settled(self, str doing) except -1

@@ -42,6 +42,8 @@ from embcache._core.filter cimport FeatureFilter
 from embcache._core.plan cimport Block, Plan, Shelf
 from embcache._core.table cimport (
     EC_CAPACITY,
+    EC_CLOSED,
+    EC_DISK,
     EC_LIMIT,
     EC_NOMEM,
     EC_OK,
@@ -231,13 +233,28 @@ cdef class SwapManager:
         pthread_mutex_unlock(&self.mutex)
 
     cdef int64_t lock_tables(self, int write) noexcept nogil:
-        """Lock every host table in order. The number locked: fewer than there are where the next one is closed."""
+        """Lock every host table in order. The number locked: fewer than there are, and none, where `lock_status` stopped it."""
         cdef int64_t t
+        self.lock_status = EC_OK
         for t in range(self.work.tables):
-            if table_lock(self.work.sides[t].table, write) != EC_OK:
+            self.lock_status = table_lock(self.work.sides[t].table, write)
+            if self.lock_status != EC_OK:
                 self.unlock_tables(t)
                 return t
         return self.work.tables
+
+    cdef int lock_table(self, int64_t t, int write) except -1:
+        """Lock one host table, or raise what keeps it from being locked."""
+        cdef int status
+        with nogil:
+            status = table_lock(self.work.sides[t].table, write)
+        if status != EC_OK:
+            raise self.lock_failure(t, status)
+
+    cdef object lock_failure(self, int64_t t, int status):
+        if status == EC_CLOSED:
+            return ClosedError(f"table {self.tables[t].name!r} is closed")
+        return (<Table>self.tables[t]).failure(status, 0)
 
     cdef void unlock_tables(self, int64_t count) noexcept nogil:
         cdef int64_t t
@@ -245,12 +262,12 @@ cdef class SwapManager:
             table_unlock(self.work.sides[t].table)
 
     cdef int lock_all(self) except -1:
-        """Lock every host table for writing, or raise ClosedError naming the one that is closed."""
+        """Lock every host table for writing, or raise ClosedError naming the one that is closed, or what its disk says."""
         cdef int64_t locked
         with nogil:
             locked = self.lock_tables(1)
         if locked < self.work.tables:
-            raise ClosedError(f"table {self.tables[locked].name!r} is closed")
+            raise self.lock_failure(locked, self.lock_status)
 
     cdef int table_number(self, object table) except -1:
         number = whole_number(table)
@@ -364,7 +381,7 @@ cdef class SwapManager:
             if status != EC_OK or locked < self.work.tables:
                 self.unfinished.pop()
                 if locked < self.work.tables and status == EC_OK:
-                    raise ClosedError(f"table {self.tables[locked].name!r} is closed")
+                    raise self.lock_failure(locked, self.lock_status)
                 raise self.failure(plan, status)
             self.last_step += 1
             plan.step = plan.plan.step = self.last_step
@@ -495,6 +512,8 @@ cdef class SwapManager:
                     f"table {name!r}: the batch needs {part.need} slots, {part.have} of {capacity} can be had; {remedy}",
                     table=name, need=part.need, have=part.have, never_fits=part.need > capacity,
                 )
+            if status == EC_DISK and part.status == EC_DISK:
+                return self.lock_failure(t, EC_DISK)
         if status == EC_LIMIT:
             return HostMemoryError("planning a batch: a table or filter is at its limit of keys; nothing has changed")
         return host_memory("planning a batch")
@@ -726,8 +745,7 @@ cdef class SwapManager:
             t = self.table_number(table)
             self.overlay(t)
             if n > 0:
-                if table_lock(self.work.sides[t].table, 0) != EC_OK:
-                    raise ClosedError(f"table {self.tables[t].name!r} is closed")
+                self.lock_table(t, 0)
                 with nogil:
                     ec_peek(&self.overlays[t], &self.work.sides[t], &view[0], n, &slot_view[0], &row_view[0], &state_view[0])
                     table_unlock(self.work.sides[t].table)
@@ -758,8 +776,7 @@ cdef class SwapManager:
                 room += self.plans[k].parts[t].births.size
             born, evicted = np.empty(room, np.int64), np.empty(self.overlays[t].records.size + 1, np.int64)
             born_view, evicted_view = born, evicted
-            if table_lock(self.work.sides[t].table, 0) != EC_OK:
-                raise ClosedError(f"table {self.tables[t].name!r} is closed")
+            self.lock_table(t, 0)
             born_count = ec_born_rows(&self.work.sides[t], t, self.plans, len(self.unfinished), &born_view[0])
             evicted_count = ec_evicted_rows(&self.overlays[t], &self.work.sides[t], &evicted_view[0])
             with nogil:
@@ -797,8 +814,7 @@ cdef class SwapManager:
                 first = ec_first_in_use(&self.overlays[t], &self.work.sides[t], &view[0], n)
             if first < n:
                 raise PinnedKeyError(f"table {self.tables[t].name!r}: key {view[first]} is in use by an unfinished batch; finish or cancel it first")
-            if table_lock(self.work.sides[t].table, 1) != EC_OK:
-                raise ClosedError(f"table {self.tables[t].name!r} is closed")
+            self.lock_table(t, 1)
             with nogil:
                 dropped = ec_side_drop(&self.work.sides[t], &view[0], n)
                 table_unlock(self.work.sides[t].table)
@@ -963,8 +979,7 @@ cdef class SwapManager:
                         view[2, got] = side.cache.slots[i].last
                         got += 1
                 parts.append(chunk[:, :got])
-            if table_lock(side.table, 0) != EC_OK:
-                raise ClosedError(f"table {self.tables[t].name!r} is closed")
+            self.lock_table(t, 0)
             try:
                 while True:
                     chunk = np.empty((4, SCAN_ROWS), np.int64)
@@ -1024,8 +1039,7 @@ cdef class SwapManager:
                 raise ConfigError(f"table {name!r}: its filter holds {self.filter_of(t).size()} keys already; load into a new manager")
             if step_value < self.last_step:
                 raise ConfigError(f"step = {step_value} is before this manager's step {self.last_step}")
-            if table_lock(self.work.sides[t].table, 1) != EC_OK:
-                raise ClosedError(f"table {name!r} is closed")
+            self.lock_table(t, 1)
             with nogil:
                 status = ec_side_load(&self.work.sides[t], &key_view[0] if n > 0 else NULL, &count_view[0] if n > 0 else NULL,
                                       &last_view[0] if n > 0 else NULL, n, newest_value)
@@ -1034,6 +1048,19 @@ cdef class SwapManager:
                 raise host_memory(f"loading the filter of table {name!r}")
             self.last_step = step_value
             self.epoch += 1
+        finally:
+            self.leave()
+
+    def write_counters(self, table):
+        """Write the counters of residents to the host columns, for whoever reads those; they stay beside the slots, too."""
+        cdef int64_t t
+        self.enter()
+        try:
+            t = self.table_number(table)
+            self.lock_table(t, 1)
+            with nogil:
+                ec_side_write_counters(&self.work.sides[t])
+                table_unlock(self.work.sides[t].table)
         finally:
             self.leave()
 
@@ -1189,8 +1216,7 @@ cdef class SwapManager:
             every = []
             for t in range(self.work.tables):
                 numbers = self.numbers(t)
-                if table_lock(self.work.sides[t].table, 0) != EC_OK:
-                    raise ClosedError(f"table {self.tables[t].name!r} is closed")
+                self.lock_table(t, 0)
                 with nogil:
                     ec_side_count_dead(&self.work.sides[t], &rows, &waiting)
                     table_unlock(self.work.sides[t].table)
@@ -1215,8 +1241,7 @@ cdef class SwapManager:
         self.enter()
         try:
             for t in range(self.work.tables):
-                if table_lock(self.work.sides[t].table, 0) != EC_OK:
-                    raise ClosedError(f"table {self.tables[t].name!r} is closed")
+                self.lock_table(t, 0)
                 with nogil:
                     status = ec_side_check(&self.work.sides[t])
                     table_unlock(self.work.sides[t].table)

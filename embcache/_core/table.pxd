@@ -1,13 +1,15 @@
 """C contract of the table: batches of keys against one table, no Python objects, no locking inside.
 
 The caller holds the table's lock: `table_lock(t, write)` returns EC_OK, or EC_CLOSED (without the lock) once the table
-was closed. Changing calls need the write lock. `hashes[i]` is `ec_hash(keys[i])` everywhere; NULL where a function says so.
+was closed. Changing calls need the write lock; taking it marks a file-backed table's directory dirty, and returns EC_DISK
+(without the lock) where that fails. `hashes[i]` is `ec_hash(keys[i])` everywhere; NULL where a function says so.
 Row indexes handed out are a function of the sequence of changing calls, never of threads.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 
 from embcache._core.arena cimport ec_arena
+from embcache._core.directory cimport Directory
 
 cdef extern from "ec_status.h":
     const int EC_OK
@@ -17,6 +19,7 @@ cdef extern from "ec_status.h":
     const int EC_CLOSED
     const int EC_STATE
     const int EC_BROKEN
+    const int EC_DISK
 
 cdef extern from "ec_init.h":
     ctypedef struct ec_init:
@@ -87,7 +90,7 @@ cdef void table_find(ec_table *t, const int64_t *keys, const uint64_t *hashes, i
                      int num_threads) noexcept nogil
 
 # rows[i] = row of keys[i], inserted where absent; keys may repeat; born[i] = 1 at the first place of each new key, else 0.
-# `hashes` may be NULL. EC_OK; EC_NOMEM or EC_LIMIT leave the table as it was (rows and born are then undefined).
+# `hashes` may be NULL. EC_OK; EC_NOMEM, EC_DISK or EC_LIMIT leave the table as it was (rows and born are then undefined).
 cdef int table_insert(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born,
                       int num_threads) noexcept nogil
 
@@ -112,8 +115,12 @@ cdef class Table:
     cdef readonly str dtype        # of the weights: "float32", "float16" or "bfloat16"
     cdef readonly int64_t seed
     cdef readonly int num_threads  # default of the doors
+    cdef readonly Directory directory  # None: in memory
     cdef int64_t pid               # the process that made it
     cdef object __weakref__
+    cdef int build(self, dict description, object bucket_seed, int64_t split) except -1
+    cdef int reopen(self) except -1
+    cdef void discard(self) noexcept
     cdef int check_process(self) except -1   # ForkError in a child
     cdef int enter(self, bint write) except -1  # check_process, then the lock with the GIL released; ClosedError
     cdef void leave(self) noexcept

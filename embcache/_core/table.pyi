@@ -4,6 +4,8 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from .directory import Directory
+
 _Int64s = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float32]
 _Weights = npt.NDArray[Any]  # float32, float16 (of a float16 table), or int16 (bits of a bfloat16 table)
@@ -26,6 +28,7 @@ class TableStats(TypedDict):
     other_bytes: int
     reserved_bytes: int
     bytes: int
+    file_bytes: int
     overhead_bytes_per_row: float
 
 class Table:
@@ -43,11 +46,17 @@ class Table:
         initializer: tuple[str, float, float] = ("uniform", -0.05, 0.05),
         seed: int = 0,
         initial_state: _Floats | None = None,
-        with_filter: bool = False,
+        with_filter: bool | None = None,
         num_threads: int | None = None,
         split_above: int = 430080,
         index_seed: int | None = None,
+        directory: Any = None,
     ) -> None: ...
+    @property
+    def directory(self) -> Directory | None: ...
+    @property
+    def filter_state(self) -> bytes: ...
+    def flush(self, filter_state: bytes | None = None) -> None: ...
     @property
     def dim(self) -> int: ...
     @property

@@ -25,7 +25,8 @@ from posix.unistd cimport getpid
 
 from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_arena_touched, ec_memory_room
 from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_xxh3
-from embcache._core.index cimport ec_index, ec_index_free, ec_index_init
+from embcache._core.directory cimport Directory, ec_backing
+from embcache._core.index cimport ec_index, ec_index_free
 from embcache._core.threads cimport parallel_for, resolve_threads
 
 cdef extern from "ec_init.h":
@@ -78,11 +79,23 @@ cdef extern from "ec_table.h":
         uint64_t version
         ec_init init
         float *initial_state
+        ec_backing *backing
         pthread_rwlock_t lock
 
     ec_partition *ec_partitions_copy(const ec_partition *source, int64_t count, int64_t slots) noexcept nogil
     void ec_table_initial(const ec_table *t, uint64_t hash, void *to, int type) noexcept nogil
     int ec_table_back_locals(ec_table *t) noexcept nogil
+
+cdef extern from "ec_index.h":
+    void ec_index_init_in(ec_index *index, uint64_t seed, ec_backing *backing) noexcept nogil
+
+cdef extern from "ec_directory.h":
+    int ec_directory_before_store(ec_backing *b) noexcept nogil
+
+cdef extern from "ec_metadata.h":
+    int ec_table_flush(ec_table *t, const void *filter, int64_t filter_bytes) noexcept nogil
+    int ec_metadata_read(ec_table *t, const void *metadata, int64_t count, const int64_t **marked, int64_t *marked_count) noexcept nogil
+    void ec_metadata_settle(ec_table *t, const int64_t *marked, int64_t count) noexcept nogil
 
 cdef extern from "ec_rows.h":
     int ec_streams(const void *out, int64_t stride, int64_t bytes, int64_t rows) noexcept nogil
@@ -170,8 +183,11 @@ cdef int64_t _stride(int64_t count) noexcept nogil:
 
 
 cdef void _destroy(ec_table *handle) noexcept nogil:
+    """Free the memory. Of a file-backed table only what is not in its file: the directory ends the mappings."""
     cdef ec_table_fields *t = <ec_table_fields *>handle
     cdef int64_t i
+    if t.backing != NULL:
+        t.backing.closing = 1
     for i in range(t.partition_count):
         ec_index_free(&t.partitions[i].index)
         free(t.partitions[i].extents)
@@ -196,7 +212,7 @@ cdef void _destroy(ec_table *handle) noexcept nogil:
 
 
 cdef ec_table *_create(int64_t dim, int64_t state_dim, int type, bint with_filter, int64_t split_above, uint64_t index_seed,
-                       const float *initial_state) noexcept nogil:
+                       const float *initial_state, ec_backing *backing) noexcept nogil:
     cdef ec_table_fields *t = <ec_table_fields *>calloc(1, sizeof(ec_table_fields))
     cdef int64_t weight_bytes = dim * ec_type_bytes(type)
     cdef pthread_rwlockattr_t attributes
@@ -215,6 +231,9 @@ cdef ec_table *_create(int64_t dim, int64_t state_dim, int type, bint with_filte
     ec_arena_init(&t.flags, 1)
     ec_arena_init(&t.frequencies, sizeof(int64_t))
     ec_arena_init(&t.timestamps, sizeof(int64_t))
+    t.backing = backing
+    t.rows.backing = t.states.backing = t.keys.backing = t.flags.backing = backing
+    t.frequencies.backing = t.timestamps.backing = backing
     t.partition_slots = 1
     t.partitions = ec_partitions_copy(NULL, 0, 1)
     if t.partitions == NULL:
@@ -235,12 +254,11 @@ cdef ec_table *_create(int64_t dim, int64_t state_dim, int type, bint with_filte
     t.partition_count = 1
     t.partitions[0].free_head = -1
     t.partitions[0].vshard_to = EC_VSHARDS
-    ec_index_init(&t.partitions[0].index, index_seed)
+    ec_index_init_in(&t.partitions[0].index, index_seed, backing)
     return <ec_table *>t
 
 
-cdef int table_lock(ec_table *handle, bint write) noexcept nogil:
-    cdef ec_table_fields *t = <ec_table_fields *>handle
+cdef int _lock(ec_table_fields *t, bint write) noexcept nogil:
     if write:
         pthread_rwlock_wrlock(&t.lock)
     else:
@@ -249,6 +267,16 @@ cdef int table_lock(ec_table *handle, bint write) noexcept nogil:
         pthread_rwlock_unlock(&t.lock)
         return EC_CLOSED
     return EC_OK
+
+
+cdef int table_lock(ec_table *handle, bint write) noexcept nogil:
+    cdef ec_table_fields *t = <ec_table_fields *>handle
+    cdef int status = _lock(t, write)
+    if status == EC_OK and write:
+        status = ec_directory_before_store(t.backing)
+        if status != EC_OK:
+            pthread_rwlock_unlock(&t.lock)
+    return status
 
 
 cdef void table_unlock(ec_table *t) noexcept nogil:
@@ -499,6 +527,13 @@ cdef double _largest(str kind, double a, double b) noexcept:
     return 0.0 if kind == "zeros" else abs(a) if kind == "constant" else max(abs(a), abs(b))
 
 
+cdef list _runs(object values):
+    """[[count, value], ...] of equal neighbours; empty where all are zero."""
+    edges = np.flatnonzero(np.diff(values)) + 1
+    parts = np.split(values, edges) if np.any(values) else []
+    return [[len(part), float(part[0])] for part in parts]
+
+
 @final
 cdef class Table:
     """Keys -> rows of weights and state in host memory.
@@ -520,14 +555,17 @@ cdef class Table:
         Any int64.
     initial_state : float32 array of (state_dim,), optional
         State of a new row; default zeros.
-    with_filter : bool
-        Keep a frequency and a timestamp beside each row.
+    with_filter : bool, optional
+        Keep a frequency and a timestamp beside each row. None: as the directory says, else no.
     num_threads : int, optional
         Threads of a large call; default: the CPUs available, at most 16.
     split_above : int
         Live rows above which a partition splits. For tests.
     index_seed : int, optional
         Seed of the bucket choice; default: random, so that crafted keys cannot chain. No result depends on it.
+    directory : path, optional
+        Where the table lies in files (see `Directory`, whose errors come from here too): a new or empty one, or one that a table
+        of the same description has left. Default: in memory.
 
     Notes
     -----
@@ -544,13 +582,11 @@ cdef class Table:
         self.pid = getpid()
 
     def __init__(self, str name not None, dim, *, state_dim=0, dtype="float32", initializer=("uniform", -0.05, 0.05), seed=0,
-                 initial_state=None, bint with_filter=False, num_threads=None, split_above=EC_SPLIT_ABOVE, index_seed=None):
+                 initial_state=None, with_filter=None, num_threads=None, split_above=EC_SPLIT_ABOVE, index_seed=None, directory=None):
         if self.t != NULL:
             raise ConfigError(f"table {self.name!r}: already constructed; make a new Table")
         owner = f"table {name!r}"
         cdef int64_t weights, state, split, table_seed
-        cdef const float[::1] state_values
-        cdef const float *state_from = NULL
         if dtype not in DTYPES:
             raise ConfigError(f"{owner}: dtype = {dtype!r}; give one of {', '.join(DTYPES)}")
         cdef int type = DTYPES[dtype]
@@ -567,34 +603,111 @@ cdef class Table:
         if type != EC_FLOAT32 and _largest(kind, first, second) >= ENDS[type]:
             raise ConfigError(f"{owner}: initializer {initializer!r} leaves the range of {dtype}, which ends at {ENDS[type]:g}; give smaller numbers")
         if initial_state is not None:
-            state_values = np.ascontiguousarray(initial_state, dtype=np.float32)
-            if state_values.shape[0] != state:
-                raise ConfigError(f"{owner}: initial_state has {state_values.shape[0]} elements; give state_dim = {state}")
-            if state:
-                state_from = &state_values[0]
+            initial_state = np.ascontiguousarray(initial_state, dtype=np.float32)
+            if len(initial_state) != state:
+                raise ConfigError(f"{owner}: initial_state has {len(initial_state)} elements; give state_dim = {state}")
         self.num_threads = resolve_threads(num_threads)
-        cdef uint64_t bucket_seed = random_seed() if index_seed is None else index_seed & 0xFFFFFFFFFFFFFFFF
-        encoded = name.encode("utf-8", "surrogatepass")
-        cdef const char *characters = encoded
-        self.t = _create(weights, state, type, with_filter, split, bucket_seed, state_from)
-        if self.t == NULL:
-            raise HostMemoryError(f"{owner}: no host memory for an empty table")
-        cdef ec_init *init = &(<ec_table_fields *>self.t).init
-        init.base = ec_splitmix(ec_xxh3(characters, len(encoded), <uint64_t>table_seed))
-        init.kind = INIT_KINDS[kind]
-        init.a = 0.0 if kind == "zeros" else first
-        init.b = second
         self.name = name
         self.seed = table_seed
         self.dtype = dtype
+        description = {
+            "name": name, "dim": weights, "state_dim": state, "dtype": dtype, "initializer": [kind, first, second], "seed": table_seed,
+            "initial_state": None if initial_state is None else _runs(initial_state),
+            "with_filter": None if with_filter is None else bool(with_filter),
+        }
+        bucket_seed = random_seed() if index_seed is None else index_seed & 0xFFFFFFFFFFFFFFFF
+        if directory is not None:
+            self.directory = Directory(directory, owner)
+        try:
+            self.build(description, bucket_seed, split)
+        except BaseException:
+            self.discard()
+            raise
 
-    def __dealloc__(self):
-        # In a forked child the mappings do not exist (MADV_DONTFORK); something else may lie at their addresses.
-        if self.t != NULL and self.pid == getpid():
+    cdef int build(self, dict description, object bucket_seed, int64_t split) except -1:
+        """Make the empty table, or map the one that the directory holds."""
+        cdef ec_backing *backing = NULL
+        cdef const float[::1] state_values
+        cdef const float *state_from = NULL
+        stored = None
+        if self.directory is not None:
+            backing = &self.directory.backing
+            stored = self.directory.identity
+        if stored is not None:
+            description, bucket_seed = self.agreed(description, stored)
+        else:
+            description = description | {"initial_state": description["initial_state"] or [], "with_filter": bool(description["with_filter"])}
+        if description["initial_state"]:
+            state_values = np.concatenate([np.full(count, value, dtype=np.float32) for count, value in description["initial_state"]])
+            state_from = &state_values[0]
+        encoded = self.name.encode("utf-8", "surrogatepass")
+        cdef const char *characters = encoded
+        self.t = _create(description["dim"], description["state_dim"], DTYPES[self.dtype], description["with_filter"], split, bucket_seed,
+                         state_from, backing)
+        if self.t == NULL:
+            raise HostMemoryError(f"table {self.name!r}: no host memory for an empty table")
+        cdef ec_init *init = &(<ec_table_fields *>self.t).init
+        kind, first, second = description["initializer"]
+        init.base = ec_splitmix(ec_xxh3(characters, len(encoded), <uint64_t>self.seed))
+        init.kind = INIT_KINDS[kind]
+        init.a = 0.0 if kind == "zeros" else first
+        init.b = second
+        if stored is not None:
+            self.reopen()
+        elif self.directory is not None:
+            self.directory.create(description | {"index_seed": bucket_seed})
+        return 0
+
+    def agreed(self, description, stored):
+        """What is in the directory, if that is what was asked for: (description, bucket seed)."""
+        differing = [
+            f"{field} = {stored.get(field)!r}, not {value!r}"
+            for field, value in description.items() if value is not None and stored.get(field) != value
+        ]
+        if differing:
+            raise ConfigError(f"table {self.name!r}: directory {self.directory.path!r} holds a table with {'; '.join(differing)}; describe the "
+                              "table as it was made, or give another directory")
+        return stored, stored["index_seed"]
+
+    cdef int reopen(self) except -1:
+        """Map what the directory holds. It is left clean, whatever its last planner had marked."""
+        cdef const int64_t *marked = NULL
+        cdef int64_t marked_count = 0, count
+        cdef int status = EC_OK
+        cdef const char *content
+        metadata = self.directory.metadata()
+        if len(metadata) == 0:
+            return 0  # nothing was ever stored
+        content = metadata
+        count = len(metadata)
+        with nogil:
+            status = ec_metadata_read(self.t, content, count, &marked, &marked_count)
+        if status == EC_BROKEN:
+            raise self.directory.damaged("its metadata is not what this version writes")
+        if status == EC_OK and marked_count > 0:
+            status = ec_directory_before_store(&self.directory.backing)
+            if status == EC_OK:
+                ec_metadata_settle(self.t, marked, marked_count)
+                status = ec_table_flush(self.t, NULL, 0)
+        if status != EC_OK:
+            raise self.failure(status, -1)
+        return 0
+
+    cdef void discard(self) noexcept:
+        """Give back everything; the directory stays as it is on disk."""
+        if self.t != NULL:
             if not self.t.closed:
                 _destroy(self.t)
             pthread_rwlock_destroy(&(<ec_table_fields *>self.t).lock)
             free(self.t)
+            self.t = NULL
+        if self.directory is not None:
+            self.directory.drop()
+
+    def __dealloc__(self):
+        # In a forked child the mappings do not exist (MADV_DONTFORK); something else may lie at their addresses.
+        if self.pid == getpid():
+            self.discard()
 
     # ------------------------------------------------------------------------------------------------ locks and errors
 
@@ -612,13 +725,19 @@ cdef class Table:
         with nogil:
             status = table_lock(self.t, write)
         if status != EC_OK:
-            raise ClosedError(f"table {self.name!r} was closed")
+            raise self.failure(status, 0)
         return 0
 
     cdef void leave(self) noexcept:
         table_unlock(self.t)
 
     cdef object failure(self, int status, int64_t keys):
+        if status == EC_CLOSED:
+            return ClosedError(f"table {self.name!r} was closed")
+        if status == EC_DISK:
+            return self.directory.refusal()
+        if status == EC_NOMEM and keys < 0:
+            return HostMemoryError(f"table {self.name!r}: no host memory to open or flush {self.directory.path!r}; nothing has changed: free some")
         if status == EC_NOMEM:
             return HostMemoryError(
                 f"table {self.name!r}: no host memory to insert {keys} keys into {self.t.live} rows of {self.t.dim} {self.dtype} "
@@ -1165,8 +1284,9 @@ cdef class Table:
             rows, limbo_rows, free_rows, partitions, segments; row_bytes (weights and state of live rows), padding_bytes (what
             alignment adds to them), column_bytes (keys, flags, frequencies and timestamps of live rows), index_bytes,
             slack_bytes (in memory, not holding a live row), other_bytes (extent lists and the like), reserved_bytes (mapped
-            for rows to come and never touched: address space, and of a table in a directory disk space, but no memory),
-            bytes (the sum of all these); overhead_bytes_per_row (index, columns, slack and other, over the live rows; 0.0
+            for rows to come and never touched: address space, and of a table in a directory disk space, but no memory);
+            bytes (the sum of all these, or for a file-backed table other_bytes alone: its host memory), file_bytes (of the
+            directory's files; 0 in memory); overhead_bytes_per_row (index, columns, slack and other, over the live rows; 0.0
             when empty).
         """
         cdef ec_table_fields *t = <ec_table_fields *>self.t
@@ -1203,7 +1323,8 @@ cdef class Table:
                 "slack_bytes": slack,
                 "other_bytes": other,
                 "reserved_bytes": arenas - touched,
-                "bytes": arenas + index_bytes + other,
+                "bytes": other if t.backing != NULL else arenas + index_bytes + other,
+                "file_bytes": 0 if self.directory is None else self.directory.nbytes,
                 "overhead_bytes_per_row": (t.live * column + index_bytes + slack + other) / t.live if t.live else 0.0,
             }
         finally:
@@ -1230,13 +1351,65 @@ cdef class Table:
         finally:
             self.leave()
 
+    def flush(self, filter_state=None):
+        """Make the content durable and the directory clean. Reading calls go on meanwhile. In memory there is nothing to do.
+
+        Parameters
+        ----------
+        filter_state : bytes, optional
+            What the planner keeps beside the table: `filter_state` of the next open. Default: as at the last flush.
+
+        Raises
+        ------
+        DiskFullError, StorageError, HostMemoryError
+            The directory is as dirty as it was, the table usable; only after a sync that failed it cannot be changed any more.
+        """
+        cdef const char *content = NULL
+        cdef int64_t count = 0
+        cdef int status
+        if filter_state is not None:
+            content = filter_state
+            count = len(filter_state)
+        self.enter(False)
+        try:
+            if self.directory is None:
+                return
+            with nogil:
+                status = ec_table_flush(self.t, content, count)
+            if status != EC_OK:
+                raise self.failure(status, -1)
+        finally:
+            self.leave()
+
+    @property
+    def filter_state(self):
+        """The bytes that the planner gave to the last flush of a file-backed table; empty where there are none."""
+        self.enter(False)
+        try:
+            return b"" if self.directory is None else self.directory.filter_state()
+        finally:
+            self.leave()
+
     def close(self):
-        """Free all memory, once running calls have returned. Later calls raise `ClosedError`; closing again does nothing."""
+        """Flush, then free all memory, once running calls have returned. Later calls raise `ClosedError`; closing again does nothing.
+
+        Where the flush of a directory fails (`DiskFullError`, `StorageError`), the table stays open. A table that is dropped
+        without close leaves its directory as the last flush did, or unclean.
+        """
+        cdef ec_table_fields *t
         cdef int status
         self.check_process()
+        t = <ec_table_fields *>self.t
         with nogil:
-            status = table_lock(self.t, True)
+            status = _lock(t, True)
             if status == EC_OK:
-                _destroy(self.t)
-                self.t.closed = 1
+                if t.backing != NULL and not t.backing.failed:
+                    status = ec_table_flush(self.t, NULL, 0)
+                if status == EC_OK:
+                    _destroy(self.t)
+                    t.closed = 1
                 table_unlock(self.t)
+        if status == EC_OK and self.directory is not None:
+            self.directory.drop()
+        elif status != EC_OK and status != EC_CLOSED:
+            raise self.failure(status, -1)

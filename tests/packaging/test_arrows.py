@@ -20,7 +20,7 @@ LAYERS = [
     ["errors"],
     ["rowtypes"],
     ["_core", "config"],
-    ["budget", "table"],
+    ["budget", "filterfile", "table"],
     ["features", "hostmemory", "lookup"],
     ["devices", "layout"],
     ["buffer", "door", "optim", "swapinfo"],

@@ -339,7 +339,8 @@ def test_i11_bad_arguments_of_a_table_change_nothing(
         ({"name": ""}, ("name",)),
         ({"num_threads": 0}, ("num_threads", "0")),
         ({"initializer": "uniform"}, ("initializer", "Uniform")),
-        ({"directory": "/tmp/x"}, ("directory",)),
+        ({"directory": ""}, ("directory",)),
+        ({"directory": "/no/such/place"}, ("/no/such/place",)),
     ],
 )
 def test_i11_a_table_that_cannot_be_made(options: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -45,7 +45,7 @@ typedef struct ec_backing {
     /* What the header on disk says (ec_directory.h). */
     int clean;   /* nothing was stored since it was marked clean */
     int failed;  /* a sync failed: what is on disk is unknown, nothing may be changed any more */
-    int closing; /* the file keeps its ranges, only the mappings go */
+    int closing; /* the file keeps its ranges, whoever frees them; ec_backing_unmap ends the mappings */
     uint64_t sequence;
     uint64_t identity_bytes, identity_digest, metadata_bytes, metadata_digest, filter_bytes, filter_digest;
     pthread_mutex_t flushing;
@@ -108,15 +108,23 @@ static int ec_write_all(ec_backing *b, int fd, const char *file, const void *fro
     return EC_OK;
 }
 
+/* Have the file system allocate a part of the data file: 0, or an errno. */
+static int ec_backing_blocks(ec_backing *b, int64_t at, int64_t bytes)
+{
+    int refused;
+    do
+        refused = ec_faulty(b) || fallocate(b->data, 0, (off_t)at, (off_t)bytes) != 0;
+    while (refused && errno == EINTR);
+    return refused ? errno : 0;
+}
+
 /* Give the file blocks up to `length`, every one of them real. EC_DISK leaves it as it was. */
 static int ec_backing_extend(ec_backing *b, int64_t length)
 {
     static const char zeros[64 << 10];
-    int refused, status = EC_OK;
-    do
-        refused = ec_faulty(b) || fallocate(b->data, 0, (off_t)b->length, (off_t)(length - b->length)) != 0;
-    while (refused && errno == EINTR);
-    if (refused && errno == EOPNOTSUPP)
+    const int refused = ec_backing_blocks(b, b->length, length - b->length);
+    int status = EC_OK;
+    if (refused == EOPNOTSUPP)
         for (int64_t at = b->length; at < length && status == EC_OK; at += (int64_t)sizeof zeros)
             status = ec_write_all(b, b->data, "data", zeros, length - at < (int64_t)sizeof zeros ? length - at : (int64_t)sizeof zeros, at);
     else if (refused)
@@ -134,7 +142,7 @@ static int ec_backing_extend(ec_backing *b, int64_t length)
 
 static char *ec_backing_mmap(ec_backing *b, int64_t at, int64_t bytes)
 {
-    char *address = ec_faulty(b) ? MAP_FAILED : (char *)mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, b->data, (off_t)at);
+    char *address = ec_take_refused() || ec_faulty(b) ? MAP_FAILED : (char *)mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, b->data, (off_t)at);
     if (address == MAP_FAILED)
         return NULL;
     if (madvise(address, (size_t)bytes, MADV_DONTFORK) != 0) {
@@ -157,7 +165,7 @@ static int ec_backing_take(ec_backing *b, int64_t bytes, void **at)
 {
     if (b->range_count == b->range_slots) {
         const int64_t slots = b->range_slots ? b->range_slots * 2 : 32;
-        ec_range *wider = (ec_range *)realloc(b->ranges, (size_t)slots * sizeof *wider);
+        ec_range *wider = (ec_range *)ec_take(b->ranges, (size_t)slots * sizeof *wider);
         if (wider == NULL)
             return EC_NOMEM;
         b->ranges = wider;
@@ -210,14 +218,49 @@ static ec_range *ec_backing_range(const ec_backing *b, const void *address)
 
 static void ec_backing_give(ec_backing *b, void *at, size_t held)
 {
-    munmap(at, held);
     if (b->closing)
         return;
+    munmap(at, held);
     ec_range *range = ec_backing_range(b, at);
     EC_ASSERT(range != NULL && range->bytes == (int64_t)held);
     memmove(range, range + 1, (size_t)(b->ranges + b->range_count - (range + 1)) * sizeof *range);
     b->range_count -= 1;
     ec_backing_trim(b);
+}
+
+/* Map the ranges listed in `ranges` (in order, inside the file). EC_OK, EC_NOMEM, or EC_DISK where the file's blocks
+ * cannot be had: a copy may have holes, and a store into one on a full disk would be a SIGBUS. */
+static int ec_backing_map(ec_backing *b)
+{
+    struct stat status;
+    if (fstat(b->data, &status) != 0)
+        return ec_refused(b, "data", 0);
+    const int64_t missing = b->length - (int64_t)status.st_blocks * 512;
+    const int refused = missing > 0 ? ec_backing_blocks(b, 0, b->length) : 0;
+    if (refused != 0 && refused != EOPNOTSUPP)
+        return ec_refused(b, "data", missing);
+    for (int64_t i = 0; i < b->range_count;) {
+        int64_t next = i, bytes = 0;
+        for (; next < b->range_count && b->ranges[next].at == b->ranges[i].at + bytes; ++next)
+            bytes += b->ranges[next].bytes;
+        char *address = ec_backing_mmap(b, b->ranges[i].at, bytes);
+        if (address == NULL)
+            return EC_NOMEM;
+        for (const int64_t from = b->ranges[i].at; i < next; ++i)
+            b->ranges[i].address = address + (b->ranges[i].at - from);
+    }
+    return EC_OK;
+}
+
+/* End all mappings; the file stays as it is. */
+static void ec_backing_unmap(ec_backing *b)
+{
+    for (int64_t i = 0; i < b->range_count; ++i)
+        if (b->ranges[i].address != NULL)
+            munmap(b->ranges[i].address, (size_t)b->ranges[i].bytes);
+    free(b->ranges);
+    b->ranges = NULL;
+    b->range_count = b->range_slots = 0;
 }
 
 /* A zeroed block of at least `bytes`: EC_OK, EC_NOMEM or EC_DISK. *held receives what to pass to ec_backing_free. */

@@ -210,16 +210,21 @@ static int64_t ec_side_ghosts(const ec_side *s, int64_t *keys) {
     return got;
 }
 
-/* The end of the planner: residents' counters go to the host columns, and no row is marked resident any more. */
-static void ec_side_retire(ec_side *s) {
-    for (int64_t slot = 0; slot < s->cache.capacity; slot++) {
+/* Writes the counters of residents to the host columns; those beside the slots stay the ones that count. */
+static void ec_side_write_counters(ec_side *s) {
+    for (int64_t slot = 0; s->filter && slot < s->cache.capacity; slot++) {
         if (s->cache.state[slot] != EC_SLOT_LIVE) continue;
         const ec_slot *it = &s->cache.slots[slot];
-        ec_row_unmark(s->table, it->row);
-        if (!s->filter) continue;
         *ec_table_freq(s->table, it->row) = it->freq;
         *ec_table_ts(s->table, it->row) = it->last;
     }
+}
+
+/* The end of the planner: residents' counters go to the host columns, and no row is marked resident any more. */
+static void ec_side_retire(ec_side *s) {
+    ec_side_write_counters(s);
+    for (int64_t slot = 0; slot < s->cache.capacity; slot++)
+        if (s->cache.state[slot] == EC_SLOT_LIVE) ec_row_unmark(s->table, s->cache.slots[slot].row);
 }
 
 /* Whether the key of a LIVE slot, or of a host row that is not resident, is dead and not taken away yet. */

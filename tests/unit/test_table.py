@@ -596,7 +596,7 @@ for one in (table, twin):
 probe = np.arange(400_000)
 failures = 0
 before = (table.find(probe), table.stats()["rows"], table.version)
-for margin in range(0, 60 * 2**20, 2**20):
+for margin in range(0, 96 * 2**20, 2**20):
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * 4096
     resource.setrlimit(resource.RLIMIT_AS, (held + margin, resource.RLIM_INFINITY))

@@ -44,6 +44,7 @@
 #define EC_PARTITIONS_MAX 256
 #define EC_HUGE_BUCKETS (EC_HUGE_BYTES / sizeof(ec_bucket))
 #define EC_SPLIT_ABOVE ((int64_t)(4 * EC_HUGE_BUCKETS * EC_BUCKET_KEYS * 3 / 4 * 7 / 8)) /* 430,080 */
+#define EC_ROOM_SPARE ((size_t)8 << 20) /* kept for the rows of the batch, page tables and the like */
 #define EC_WHOLE_PAGES_FROM 8 /* partitions from which on indexes take whole huge pages */
 #define EC_ROWS_MAX ((int64_t)1 << 40)
 #define EC_NARROW_DIM_MAX 8192 /* weights of a row of 2-byte elements: their initial values pass through the stack */
@@ -140,6 +141,33 @@ static inline void ec_table_initial(const ec_table *t, uint64_t hash, void *to, 
         ec_table_initial_narrow(t, hash, to, type);
 }
 
+enum { EC_COLUMNS = 6 };
+
+static inline void ec_table_columns(ec_table *t, ec_arena *columns[EC_COLUMNS])
+{
+    columns[0] = &t->rows;
+    columns[1] = &t->keys;
+    columns[2] = &t->flags;
+    columns[3] = t->state_at < 0 && t->state_dim > 0 ? &t->states : NULL;
+    columns[4] = t->with_filter ? &t->frequencies : NULL;
+    columns[5] = t->with_filter ? &t->timestamps : NULL;
+}
+
+/* Whether `bytes` more may be mapped beside what the columns have mapped and not written yet, which counts as used by no
+ * limit so far: without it two promises could be made of the same room, and a cgroup kills who touches too much. */
+static int ec_table_allows(ec_table *t, size_t bytes)
+{
+    ec_arena *columns[EC_COLUMNS];
+    if (t->backing != NULL || bytes < EC_ROOM_MIN)
+        return 1;
+    bytes += EC_ROOM_SPARE;
+    ec_table_columns(t, columns);
+    for (int i = 0; i < EC_COLUMNS; ++i)
+        if (columns[i] != NULL)
+            bytes += columns[i]->bytes - ec_arena_touched(columns[i], t->extent_count * EC_EXTENT_ROWS);
+    return ec_memory_allows(bytes);
+}
+
 /* -------------------------------------------------------------------------------------------------------- partitions */
 
 /* The part of `count` keys that belongs to a partition, were they spread evenly. */
@@ -177,7 +205,10 @@ static int ec_partition_reserve(const ec_table *t, ec_partition *p, int64_t extr
     const int64_t keys = p->index.size + p->limbo + extra;
     if (keys <= p->grow_at)
         return EC_OK;
-    int status = ec_index_resize(&p->index, ec_partition_buckets(t, ec_index_buckets_for(keys), p->index.bucket_count));
+    const uint64_t buckets = ec_partition_buckets(t, ec_index_buckets_for(keys), p->index.bucket_count);
+    int status = EC_NOMEM;
+    if (buckets < SIZE_MAX / 128 && ec_table_allows((ec_table *)t, buckets * sizeof(ec_bucket)))
+        status = ec_index_resize(&p->index, buckets);
     if (status == EC_OK)
         ec_partition_pace(p);
     else if (keys <= p->index.grow_at) { /* it need not have grown yet */
@@ -304,18 +335,6 @@ static int ec_table_take_extent(ec_table *t, ec_partition *p)
     return EC_OK;
 }
 
-enum { EC_COLUMNS = 6 };
-
-static inline void ec_table_columns(ec_table *t, ec_arena *columns[EC_COLUMNS])
-{
-    columns[0] = &t->rows;
-    columns[1] = &t->keys;
-    columns[2] = &t->flags;
-    columns[3] = t->state_at < 0 && t->state_dim > 0 ? &t->states : NULL;
-    columns[4] = t->with_filter ? &t->frequencies : NULL;
-    columns[5] = t->with_filter ? &t->timestamps : NULL;
-}
-
 /* Map every column up to `rows` rows, or none further: EC_NOMEM and EC_DISK leave them as they were. */
 static int ec_table_map_rows(ec_table *t, int64_t rows)
 {
@@ -328,7 +347,7 @@ static int ec_table_map_rows(ec_table *t, int64_t rows)
     for (int i = 0; i < EC_COLUMNS; ++i)
         if (columns[i] != NULL)
             missing += ec_arena_missing(columns[i], rows);
-    if (t->backing == NULL && !ec_memory_allows(missing))
+    if (!ec_table_allows(t, missing))
         return EC_NOMEM;
     for (int i = 0; i < EC_COLUMNS; ++i) {
         if (columns[i] == NULL)

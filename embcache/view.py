@@ -196,7 +196,7 @@ class TableView:
             return keys, weights, state, None, None
         rule = self._manager.layout.tables[self._table].admit_and_evict
         if rule is not None and rule.needs_labels:
-            counts = self._manager.planner.scores(self._table, counts, stamps)
+            return keys, weights, state, self._manager.planner.scores(self._table, counts, stamps), stamps
         return keys, weights, state, counts, stamps
 
     def __len__(self) -> int:

@@ -240,8 +240,9 @@ def test_i9_bit_identical_with_scores_chance_and_sketches_swept_in_slices(
         collection.close()
 
 
-def test_i9_bit_identical_with_big_batches() -> None:
+def test_i9_bit_identical_with_big_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that wake the thread pool, tables of several partitions, sums in blocks."""
+    monkeypatch.setattr(manager_module, "Table", functools.partial(manager_module.Table, split_above=20_000))
     rule = ec.AdmitAndEvictConfig(admit_threshold=2, evict_threshold=12, evict_step_interval=2)
     tables = [ec.TableConfig("a", 8, ["a", "b"], admit_and_evict=rule), ec.TableConfig("c", 4, pooling="mean")]
     rng = np.random.default_rng(8)

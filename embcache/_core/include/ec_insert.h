@@ -107,6 +107,20 @@ static __attribute__((noinline)) int ec_settle_grow(const ec_table *t, ec_partit
     return status == EC_OK ? EC_OK : ec_partition_reserve(t, p, 1);
 }
 
+/* The partition of a hash where it belongs to `share`, or NULL: another thread may be moving its index at this moment. */
+EC_INLINE ec_partition *ec_settle_partition(const ec_insertion *b, int64_t share, uint64_t hash)
+{
+    ec_partition *p = ec_table_partition(b->t, hash);
+    return b->shares == 1 || (p - b->t->partitions) % b->shares == share ? p : NULL;
+}
+
+EC_INLINE void ec_settle_ask(const ec_insertion *b, int64_t share, uint64_t hash)
+{
+    const ec_partition *p = ec_settle_partition(b, share, hash);
+    if (p != NULL)
+        ec_index_prefetch(&p->index, hash);
+}
+
 EC_INLINE void ec_settle_body(const ec_insertion *b, int64_t share, ec_share_result *result, const int avx2)
 {
     const ec_table *t = b->t;
@@ -114,7 +128,7 @@ EC_INLINE void ec_settle_body(const ec_insertion *b, int64_t share, ec_share_res
     uint64_t window[EC_AHEAD]; /* hashes, not buckets: those move when an index grows */
     for (int64_t i = 0; i < ahead; ++i) {
         window[i] = ec_hash_at(b->keys, b->hashes, i);
-        ec_index_prefetch(&ec_table_partition(t, window[i])->index, window[i]);
+        ec_settle_ask(b, share, window[i]);
     }
     for (int64_t i = 0; i < n; ++i) {
         const int64_t key = b->keys[i];
@@ -122,17 +136,19 @@ EC_INLINE void ec_settle_body(const ec_insertion *b, int64_t share, ec_share_res
         if (i + EC_AHEAD < n) {
             const uint64_t later = ec_hash_at(b->keys, b->hashes, i + EC_AHEAD);
             window[i & (EC_AHEAD - 1)] = later;
-            ec_index_prefetch(&ec_table_partition(t, later)->index, later);
+            ec_settle_ask(b, share, later);
         }
         if (i + EC_AHEAD / 2 < n) { /* a full bucket sends the key to the next one */
             const uint64_t soon = window[(i + EC_AHEAD / 2) & (EC_AHEAD - 1)];
-            const ec_index *index = &ec_table_partition(t, soon)->index;
-            const ec_bucket *home = index->buckets + ec_index_home(index, soon);
-            if ((home->meta & EC_OCCUPANCY) == EC_OCCUPANCY)
-                EC_PREFETCH_READ(home + 1);
+            const ec_partition *next = ec_settle_partition(b, share, soon);
+            if (next != NULL) {
+                const ec_bucket *home = next->index.buckets + ec_index_home(&next->index, soon);
+                if ((home->meta & EC_OCCUPANCY) == EC_OCCUPANCY)
+                    EC_PREFETCH_READ(home + 1);
+            }
         }
-        ec_partition *p = ec_table_partition(t, hash);
-        if (b->shares > 1 && (p - t->partitions) % b->shares != share)
+        ec_partition *p = ec_settle_partition(b, share, hash);
+        if (p == NULL)
             continue;
         const ec_probe probe = {p->index.buckets + ec_index_home(&p->index, hash), p};
         const int64_t found = ec_probe_local(&probe, key, avx2);

@@ -23,6 +23,12 @@ from .errors import ShapeError
 __all__ = ["JaggedFeatures", "JaggedTensor", "KeyedTensor", "as_jagged_features"]
 
 
+LABEL_DTYPES = frozenset(
+    {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+
+
 def _names(owner: str, keys: Any) -> tuple[str, ...]:
     """`keys` as a tuple of strings, or `ShapeError`."""
     try:
@@ -41,8 +47,8 @@ def _as_tensor(owner: str, name: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         try:
             array = np.asarray(value)
-            # torch shares memory with the array and cannot express read-only or negative strides: copy those.
-            plain = array.flags.writeable and array.flags.c_contiguous
+            # torch shares memory with the array and cannot express read-only, unaligned or negative strides: copy those.
+            plain = array.flags.carray
             if array.size == 0 and not isinstance(value, np.ndarray):
                 array = array.astype(np.int64)  # an empty list is float64 to NumPy, but has no dtype of its own
             value = torch.from_numpy(array if plain else array.copy())
@@ -109,7 +115,8 @@ class JaggedFeatures:
     timestamps : int64 tensor, shape (n,), optional
         Event time of each value, for tables with time eviction.
     labels : tensor, shape (B,), optional
-        Of each example; above 0 is a click of all its keys, for tables with the show/click policy.
+        Of each example; above 0 is a click of all its keys, for tables with the show/click policy. bool, int8 to int64,
+        uint8, float16, bfloat16, float32 or float64; planning for such a table refuses NaN.
 
     Raises
     ------
@@ -170,6 +177,11 @@ class JaggedFeatures:
         self._labels = None
         if labels is not None:
             self._labels = _as_tensor(owner, "labels", labels)
+            if self._labels.dtype not in LABEL_DTYPES:
+                raise ShapeError(
+                    f"{owner}: labels have dtype {self._labels.dtype}, which cannot be compared with 0 everywhere; "
+                    "give bool, int8 to int64, uint8, float16, bfloat16, float32 or float64"
+                )
             if self._labels.numel() != self._batch_size:
                 raise ShapeError(
                     f"{owner}: {self._labels.numel()} labels for a batch of {self._batch_size}; give one an example"

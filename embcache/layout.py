@@ -197,11 +197,22 @@ class TableLayout:
         return self._sources[keys]
 
     def _clicked(self, batch: JaggedFeatures, lengths: np.ndarray) -> np.ndarray | None:
-        """Whether each value's example was clicked, uint8 (n,); `lengths` are those of the columns' bags."""
+        """Whether each value's example was clicked, uint8 (n,); `lengths` are those of the columns' bags.
+
+        Raises
+        ------
+        ShapeError
+            A label is NaN, which is neither a click nor none.
+        """
         labels = batch.labels_or_none() if self._needs_labels else None
         if labels is None:
             return None
-        clicked = (labels.detach().cpu().reshape(-1) > 0).numpy().astype(np.uint8)
+        labels = labels.detach().cpu().reshape(-1)
+        if labels.is_floating_point() and bool((unknown := labels.isnan()).any()):
+            raise ShapeError(
+                f"batch: labels[{int(unknown.nonzero()[0])}] is NaN; give a number, above 0 for a click, or leave the example out"
+            )
+        clicked = (labels > 0).numpy().astype(np.uint8)
         return np.repeat(np.tile(clicked, len(self.column_features)), lengths)
 
     def flatten(self, batch: JaggedFeatures) -> FlatBatch:
@@ -210,7 +221,8 @@ class TableLayout:
         Raises
         ------
         ShapeError
-            A feature is missing, or the tensors of the batch were changed into something that no longer fits.
+            A feature is missing, a table needs labels and one is NaN, or the tensors of the batch were changed into
+            something that no longer fits.
         """
         source, identical = self._source_columns(batch._keys)
         size = batch.batch_size

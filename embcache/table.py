@@ -128,12 +128,12 @@ def _refuse_masked(what: str, value: Any, owner: str) -> None:
 
 
 def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
-    """Return `keys` as a C-contiguous int64 array of one dimension, copying only where needed.
+    """Return `keys` as an aligned, C-contiguous int64 array of one dimension, copying only where needed.
 
     Parameters
     ----------
     keys : array-like of integers
-        Any integer dtype, any stride, read-only or not; an empty list is an empty batch.
+        Any integer dtype, stride and alignment, read-only or not; an empty list is an empty batch.
     owner : str
         Who asks, for the message.
 
@@ -146,8 +146,10 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     ShapeError
         If the keys are not integers (floats and booleans are refused), not one-dimensional, or leave int64.
     """
-    if type(keys) is np.ndarray and keys.dtype is _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
-        return keys  # nothing to do, and small calls feel every check
+    if type(keys) is np.ndarray and keys.dtype is _INT64 and keys.ndim == 1:
+        flags = keys.flags
+        if flags.carray or (flags.c_contiguous and flags.aligned):  # the first alone unless read-only
+            return keys  # nothing to do, and small calls feel every check
     _refuse_masked("keys", keys, owner)
     try:
         array = np.asarray(keys)
@@ -158,7 +160,8 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     if array.ndim != 1:
         raise ShapeError(f"{owner}: keys has shape {array.shape}; give one dimension")
     if array.dtype == np.int64:
-        return np.ascontiguousarray(array)
+        array = np.ascontiguousarray(array)
+        return array if array.flags.aligned else array.copy()
     if array.size == 0 and not isinstance(keys, np.ndarray):
         return np.empty(0, dtype=np.int64)
     if array.dtype == np.uint64:
@@ -182,7 +185,7 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
 def as_rows(
     what: str, values: npt.ArrayLike, count: int, width: int, owner: str, kind: RowType = ROW_TYPES["float32"]
 ) -> npt.NDArray[Any]:
-    """Return `values` as a C-contiguous (count, width) array of float32, or of the dtype of `kind` if they have it.
+    """Return `values` as an aligned, C-contiguous (count, width) array of float32, or of the dtype of `kind` if they have it.
 
     An empty list is a batch of no rows. `what` and `owner` are for the message.
 
@@ -207,6 +210,8 @@ def as_rows(
     if array.shape != (count, width):
         raise ShapeError(f"{owner}: {what} has shape {array.shape}; give {(count, width)}")
     rows = np.ascontiguousarray(array, dtype=kind.door if array.dtype == kind.door else np.float32)
+    if not rows.flags.aligned:
+        rows = rows.copy()
     if rows.dtype == np.float32 and kind.bytes < 4:
         _refuse_overflow(what, rows, owner, kind)
     return rows
@@ -227,7 +232,7 @@ def _refuse_overflow(what: str, rows: npt.NDArray[np.float32], owner: str, kind:
 
 
 def check_out(what: str, out: Any, shape: tuple[int, ...], owner: str, *dtypes: Any) -> None:
-    """Raise `ShapeError` unless `out` is a writeable, C-contiguous array of `shape` and one of `dtypes`."""
+    """Raise `ShapeError` unless `out` is a writeable, aligned, C-contiguous array of `shape` and one of `dtypes`."""
     _refuse_masked(what, out, owner)
     if not isinstance(out, np.ndarray) or out.dtype not in dtypes:
         found = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
@@ -236,6 +241,10 @@ def check_out(what: str, out: Any, shape: tuple[int, ...], owner: str, *dtypes: 
         raise ShapeError(f"{owner}: {what} has shape {out.shape}; give {shape}")
     if not out.flags.c_contiguous or not out.flags.writeable:
         raise ShapeError(f"{owner}: {what} is read-only or not C-contiguous; give a writeable, C-contiguous array")
+    if not out.flags.aligned:
+        raise ShapeError(
+            f"{owner}: {what} is not aligned to its dtype's size; give an aligned array: np.empty makes one"
+        )
 
 
 def apart(keys: npt.NDArray[np.int64], *outs: npt.NDArray[Any] | None) -> npt.NDArray[np.int64]:

@@ -70,6 +70,10 @@ def test_int32_is_widened_and_views_and_read_only_arrays_are_taken():
         ({"timestamps": torch.arange(6)}, "6 timestamps for 5 values"),
         ({"timestamps": torch.arange(5.0)}, "timestamps has dtype"),
         ({"labels": torch.ones(3)}, "3 labels for a batch of 2"),
+        ({"labels": torch.zeros(2, dtype=torch.complex64)}, "labels have dtype torch.complex64.*give bool"),
+        ({"labels": np.zeros(2, np.uint16)}, "labels have dtype torch.uint16.*give bool"),
+        ({"labels": np.zeros(2, np.uint64)}, "labels have dtype torch.uint64.*give bool"),
+        ({"labels": torch.zeros(2).to(torch.float8_e5m2)}, "labels have dtype torch.float8_e5m2.*give bool"),
         ({"values": torch.empty(5, dtype=torch.int64, device="meta")}, "values is a meta tensor.*real device"),
         ({"lengths": torch.empty(4, dtype=torch.int64, device="meta")}, "lengths is a meta tensor.*real device"),
         ({"weights": torch.empty(5, device="meta")}, "weights is a meta tensor.*real device"),
@@ -100,6 +104,14 @@ def test_lazily_negated_views_are_resolved():
     assert weights.grad.tolist() == [-1] * 5
     imaginary = torch.full((5,), 2j).conj().imag  # how such a view comes about
     assert imaginary.is_neg() and batch(weights=imaginary).weights().numpy().tolist() == [-2] * 5
+
+
+def test_unaligned_arrays_are_copied():
+    values = np.zeros(5 * 8 + 1, np.uint8)[1:].view(np.int64)
+    values[:] = range(5)
+    assert not values.flags.aligned
+    made = batch(values=values).values()
+    assert made.data_ptr() % 8 == 0 and made.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_lengths_that_wrap_to_the_right_sum_are_refused():

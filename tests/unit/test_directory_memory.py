@@ -73,6 +73,7 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
     pytest.skip("memory cgroups cannot be made here")
 
 
+@pytest.mark.skipif("ASAN_OPTIONS" in os.environ, reason="a sanitizer's own memory would not fit")
 def test_a_table_larger_than_memory_works(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     if status.f_bavail * status.f_frsize < 2048 * MIB:

@@ -508,7 +508,8 @@ class TableConfig:
     admit_and_evict : AdmitAndEvictConfig, optional
     directory : path, optional
         This table's own directory: its rows and the state of its filter lie there in files, which may exceed memory, and come
-        back when a manager is made with the same description (see `EmbTable`). Default: in memory.
+        back when a manager is made with the same description (see `EmbTable`). Default: in memory. The step count of Adam
+        is the collection's, not a table's: it is in ``ebc.optimizer.state_dict()``, to be saved beside the directory.
     """
 
     name: str

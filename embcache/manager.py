@@ -8,6 +8,7 @@ It knows nothing of autograd; `embcache.modules` stands on it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from .buffer import HbmBuffer
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import backend_for
 from .door import Door
-from .errors import ConfigError, HbmCapacityError, HostMemoryError, PlanError, whole_number
+from .errors import ConfigError, EmbCacheError, HbmCapacityError, HostMemoryError, PlanError, StorageError, whole_number
 from .features import as_jagged_features
 from .filterfile import pack, unpack
 from .layout import FlatBatch, TableLayout
@@ -126,7 +127,8 @@ class EmbCacheManager:
             self.buffer = HbmBuffer(self.layout, optimizer, self.backend, capacities)
         except BaseException:
             for opened in self.host_tables:
-                opened.close()
+                with contextlib.suppress(EmbCacheError):
+                    opened.close()
             raise
         self.planner.set_bases(self.buffer.bases)
         self.door = Door(self.planner)
@@ -733,7 +735,8 @@ class EmbCacheManager:
         Raises
         ------
         DiskFullError, StorageError
-            A directory could not be written. Everything else is closed; close again when there is room.
+            A directory could not be written; the first error of several. Everything else is closed. A table whose disk is full stays
+            open: close again when there is room. One whose directory failed for good is closed and unclean.
         """
         self.door.check_process()
         worker, self._worker = self._worker, None
@@ -741,37 +744,61 @@ class EmbCacheManager:
             worker.shutdown(wait=threading.get_ident() != self._worker_thread)
         with self.door.lock:
             if not self.door.closed:
-                self._unclosed = self._written_back()
-                self.door.closed = True
+                unclosed = self._written_back()
+                self.door.closed, self._unclosed = True, unclosed
                 self.planner.close()
                 self.buffer.release()
-            while self._unclosed:
-                table, filter_bytes = self._unclosed[-1]
+            self._close_tables()
+
+    def _close_tables(self) -> None:
+        """Close each table that is left; one whose directory is full stays for a later call. Raises the first error."""
+        first: EmbCacheError | None = None
+        for entry in list(self._unclosed):
+            table, filter_bytes = entry
+            try:
                 if table.directory is not None:
                     table.flush(filter_bytes)
                 table.close()
-                self._unclosed.pop()
+            except EmbCacheError as error:
+                first = first or error
+                if table.directory is not None and table.directory.failed:
+                    with contextlib.suppress(StorageError):
+                        table.close()
+            if table.closed:
+                self._unclosed.remove(entry)
+        if first is not None:
+            raise first
 
     def _written_back(self) -> list[tuple[Table, bytes | None]]:
-        """The tables, and what their directories shall keep of the planner; the rows of file-backed ones are home."""
-        if all(table.directory is None for table in self.host_tables):
+        """The tables, and what their directories shall keep of the planner; the rows of file-backed ones are home.
+
+        Tables whose directory has failed are passed over.
+        """
+        places = [table.directory for table in self.host_tables]
+        if all(place is None for place in places):
             return [(table, None) for table in self.host_tables]
-        self._complete_abandoned()
-        for plan in reversed(self.planner.outstanding):
-            if plan.state == "planned":
-                self.planner.cancel(plan)
+        try:
+            self._complete_abandoned()
+        except StorageError:
+            if not any(place is not None and place.failed for place in places):
+                raise
         for plan in self.planner.outstanding:
             if plan.state == "swapped_out":
                 self._swap_in(plan)
-        for plan in self.planner.outstanding:
-            self.planner.finish(plan)
-        for t, table in enumerate(self.host_tables):
-            if table.directory is not None:
-                self._write_back(t)
-        return [
-            (table, None if table.directory is None else self._filter_bytes(t))
-            for t, table in enumerate(self.host_tables)
-        ]
+        self.planner.settle()
+        self._abandoned.clear()
+        unclosed: list[tuple[Table, bytes | None]] = []
+        for t, (table, place) in enumerate(zip(self.host_tables, places, strict=True)):
+            filter_bytes = None
+            if place is not None and not place.failed:
+                try:
+                    self._write_back(t)
+                    filter_bytes = self._filter_bytes(t)
+                except StorageError:
+                    if not place.failed:
+                        raise
+            unclosed.append((table, filter_bytes))
+        return unclosed
 
     def __enter__(self) -> EmbCacheManager:
         return self

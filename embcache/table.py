@@ -6,8 +6,8 @@ the compiled table. It must never hand out memory of the table: every result is 
 
 from __future__ import annotations
 
-import contextlib
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -18,7 +18,17 @@ import numpy as np
 from ._core.digest import hash_strings as _hash_strings
 from ._core.table import Table
 from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros
-from .errors import ChangedError, ClosedError, ConfigError, ForkError, ShapeError, shown, whole_number
+from .errors import (
+    ChangedError,
+    ClosedError,
+    ConfigError,
+    ForkError,
+    HostMemoryError,
+    ShapeError,
+    StorageError,
+    shown,
+    whole_number,
+)
 from .rowtypes import ROW_TYPES, RowType, row_type
 
 if TYPE_CHECKING:
@@ -117,8 +127,12 @@ def _reopen(kind: type[EmbTable], name: str, dim: int, options: dict[str, Any]) 
 
 def _close_dropped(core: Table) -> None:
     """The end of a file-backed table that nobody closed; in a forked child it is the parent's."""
-    with contextlib.suppress(ForkError):
+    try:
         core.close()
+    except ForkError:
+        pass
+    except (StorageError, HostMemoryError) as error:
+        warnings.warn(f"dropped without close, and closing failed: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _refuse_masked(what: str, value: Any, owner: str) -> None:
@@ -568,7 +582,7 @@ class EmbTable:
         Raises
         ------
         DiskFullError, StorageError
-            The flush failed, and the table stays open.
+            The flush failed, and the table stays open; where somebody deleted the directory, it is closed.
         """
         self._core.close()
 

@@ -8,7 +8,8 @@ cdef extern from "ec_backing.h":
         int data                # descriptor of the data file
         int64_t length          # of the data file
         int clean               # what the header says
-        int failed              # a sync failed: nothing may be changed any more
+        int failed              # a sync failed, or the directory is gone: nothing may be changed any more
+        int gone                # a file of the directory was not there any more
         int closing             # whoever frees a block: the file keeps it
         int error               # errno of the last refusal
         const char *file        # which file refused

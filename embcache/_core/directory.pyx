@@ -103,8 +103,8 @@ def _digest(const unsigned char[::1] content not None):
     return ec_xxh3(&content[0] if content.shape[0] else NULL, content.shape[0], 0)
 
 
-def _file_error(str owner, str path, str doing, int number, int64_t need=0):
-    """The exception for an errno of the file system."""
+def _file_error(str owner, str path, str doing, int number, int64_t need=0, bint opening=False):
+    """The exception for an errno of the file system; while `opening`, some say that the path is wrong."""
     reason = os.strerror(number)
     if number in _FULL:
         try:
@@ -116,7 +116,7 @@ def _file_error(str owner, str path, str doing, int number, int64_t need=0):
         have = f"{free} bytes are free there" if free >= 0 else "how much is free there is unknown"
         limit = "; a quota, or the limit on a file's size (RLIMIT_FSIZE), may be in the way" if number != errno.ENOSPC else ""
         return DiskFullError(number, f"{owner}: {doing} needs {wanted}, and {have}{limit}; nothing has changed: free some and try again", path)
-    if number in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EEXIST, errno.ELOOP):
+    if opening and number in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EEXIST, errno.ELOOP):
         return ConfigError(f"{owner}: directory {path!r}: {doing}: {reason}; give the path of a directory, or of one to make inside an existing one")
     return StorageError(number, f"{owner}: {doing}: {reason}", path)
 
@@ -189,7 +189,7 @@ cdef class Directory:
             _give_up(self)
             if isinstance(error, (DiskFullError, StorageError)):
                 raise
-            raise _file_error(owner, self.path, "opening it", error.errno or errno.EIO) from error
+            raise _file_error(owner, self.path, "opening it", error.errno or errno.EIO, opening=True) from error
         except BaseException:
             _give_up(self)
             raise
@@ -355,7 +355,7 @@ cdef class Directory:
                 self.sync_parent()
         except OSError as error:
             _give_up(self)
-            raise _file_error(self.owner, self.path, "making its files", error.errno or errno.EIO) from error
+            raise _file_error(self.owner, self.path, "making its files", error.errno or errno.EIO, opening=True) from error
         b.clean = 1
         self.identity = identity
         self.sign()
@@ -373,6 +373,11 @@ cdef class Directory:
     def clean(self):
         """Whether the directory holds exactly the table's content, durably."""
         return bool(self.backing.clean)
+
+    @property
+    def failed(self):
+        """Whether a sync failed or the directory is gone, so that the table can be read but neither changed nor flushed."""
+        return bool(self.backing.failed)
 
     @property
     def nbytes(self):
@@ -420,6 +425,9 @@ cdef class Directory:
     cdef object refusal(self):
         cdef ec_backing *b = &self.backing
         name = "" if b.file == NULL else b.file.decode()
+        if b.gone:
+            return StorageError(errno.ENOENT, f"{self.owner}: directory {self.path!r} was deleted or lost its file {name!r} while open: the table can be read "
+                                f"but no longer changed or flushed; copy what you need, close it and restore {self.remedy()}", self.path)
         if b.failed:
             return StorageError(b.error, f"{self.owner}: syncing {name!r} failed ({os.strerror(b.error)}): what is on the disk is unknown, so the "
                                 f"table can be read but no longer changed or flushed; copy what you need, delete the directory and restore {self.remedy()}",

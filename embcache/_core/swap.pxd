@@ -219,4 +219,7 @@ cdef class SwapManager:
     cdef FeatureFilter filter_of(self, int64_t t)
     cdef object figure(self, object table, str name)
     cdef dict numbers(self, int64_t t)
+    cdef list lock_living(self, bint closing)
+    cdef int unlock_living(self, list living) except -1
+    cdef int end_plans(self, list living) except -1
     cdef void free_all(self) noexcept

@@ -1252,33 +1252,82 @@ cdef class SwapManager:
 
     # ----------------------------------------------------------------------------------------------------------------- end
 
+    cdef list lock_living(self, bint closing):
+        """Lock for writing, in order, all host tables that can still be changed, and return their numbers.
+
+        A table whose directory has failed is passed over. What else keeps one from being locked is raised, and none is
+        locked then; while `closing`, that table is passed over too.
+        """
+        cdef int64_t t
+        cdef int status
+        living = []
+        for t in range(self.work.tables):
+            with nogil:
+                status = table_lock(self.work.sides[t].table, 1)
+            if status == EC_OK:
+                living.append(t)
+            elif not closing and not (status == EC_DISK and self.tables[t].directory.failed):
+                failure = self.lock_failure(t, status)
+                self.unlock_living(living)
+                raise failure
+        return living
+
+    cdef int unlock_living(self, list living) except -1:
+        cdef int64_t t
+        for t in living:
+            table_unlock(self.work.sides[t].table)
+
+    cdef int end_plans(self, list living) except -1:
+        """Undo the plans that were only made and finish the others, in the tables `living`, which are locked."""
+        cdef int64_t k, t
+        for k in reversed(range(len(self.unfinished))):
+            if self.plans[k].state == EC_PLANNED:
+                for t in living:
+                    ec_plan_undo(&self.work.sides[t], &self.plans[k].parts[t])
+                self.plans[k].state = EC_CANCELLED
+                self.last_step -= 1
+        for k in range(len(self.unfinished)):
+            if self.plans[k].state != EC_CANCELLED:
+                for t in living:
+                    ec_plan_finish(&self.work.sides[t], &self.plans[k].parts[t])
+                self.plans[k].state = EC_FINISHED
+        self.unfinished = []
+        self.epoch += 1
+
+    def settle(self):
+        """End all plans before `close`: those that were only made are undone, others count as finished.
+
+        In tables whose directory has failed they stay as they are: nothing of these can be changed.
+
+        Raises
+        ------
+        ClosedError, DiskFullError, StorageError
+            A table is closed, or its directory cannot be marked. Nothing has changed.
+        """
+        self.enter()
+        try:
+            living = self.lock_living(False)
+            self.end_plans(living)
+            self.unlock_living(living)
+        finally:
+            self.leave()
+
     def close(self):
         """Give the memory back. Counters of residents go to the host columns; their rows do not: write them back before.
 
-        Plans that were only made are undone, others count as finished. Closing twice is allowed.
+        Plans that were only made are undone, others count as finished. Tables that cannot be changed any more are passed over.
+        Closing twice is allowed.
         """
-        cdef int64_t t, k, locked
+        cdef int64_t t
         if self.closed and self.pid == os.getpid():
             return
         self.enter()
         try:
-            with nogil:
-                locked = self.lock_tables(1)
-            if locked == self.work.tables:
-                for k in reversed(range(len(self.unfinished))):
-                    if self.plans[k].state == EC_PLANNED:
-                        self.undo(self.plans[k].parts)
-                        self.plans[k].state = EC_CANCELLED
-                for plan in self.unfinished:
-                    if (<Plan>plan).plan.state != EC_CANCELLED:
-                        for t in range(self.work.tables):
-                            ec_plan_finish(&self.work.sides[t], &(<Plan>plan).plan.parts[t])
-                        (<Plan>plan).plan.state = EC_FINISHED
-                with nogil:
-                    for t in range(self.work.tables):
-                        ec_side_retire(&self.work.sides[t])
-                    self.unlock_tables(locked)
-            self.unfinished = []
+            living = self.lock_living(True)
+            self.end_plans(living)
+            for t in living:
+                ec_side_retire(&self.work.sides[t])
+            self.unlock_living(living)
             self.closed = 1
             self.free_all()
         finally:

@@ -1394,22 +1394,26 @@ cdef class Table:
         """Flush, then free all memory, once running calls have returned. Later calls raise `ClosedError`; closing again does nothing.
 
         Where the flush of a directory fails (`DiskFullError`, `StorageError`), the table stays open. A table that is dropped
-        without close leaves its directory as the last flush did, or unclean.
+        without close leaves its directory as the last flush did, or unclean. One whose directory has failed (a sync failed, or
+        somebody deleted it) is closed without a flush; the latter is said once, by `StorageError`.
         """
         cdef ec_table_fields *t
         cdef int status
+        cdef bint freed = False
         self.check_process()
         t = <ec_table_fields *>self.t
         with nogil:
             status = _lock(t, True)
             if status == EC_OK:
-                if t.backing != NULL and not t.backing.failed:
+                if t.backing != NULL and (not t.backing.failed or t.backing.gone):
                     status = ec_table_flush(self.t, NULL, 0)
-                if status == EC_OK:
+                if status == EC_OK or (t.backing != NULL and t.backing.gone):
                     _destroy(self.t)
                     t.closed = 1
+                    freed = True
                 table_unlock(self.t)
-        if status == EC_OK and self.directory is not None:
+        refusal = None if status == EC_OK or status == EC_CLOSED else self.failure(status, -1)
+        if freed and self.directory is not None:
             self.directory.drop()
-        elif status != EC_OK and status != EC_CLOSED:
-            raise self.failure(status, -1)
+        if refusal is not None:
+            raise refusal

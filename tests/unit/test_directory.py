@@ -426,6 +426,49 @@ def test_a_copy_of_a_clean_directory_works_with_holes_or_without(closed: Path, t
             assert (table.lookup(np.arange(500), insert=False) == 7).all()
 
 
+def test_a_small_hole_in_a_copy_is_filled_though_the_file_has_blocks_enough(closed: Path) -> None:
+    """File systems count blocks of their own: here as many beyond the file's end as the hole has."""
+    data = closed / "data"
+    size = data.stat().st_size
+    subprocess.run(["fallocate", "--keep-size", "--offset", str(size), "--length", "65536", data], check=True)
+    before = data.stat().st_blocks
+    subprocess.run(
+        ["fallocate", "--punch-hole", "--offset", str(size // 8192 * 4096), "--length", "4096", data], check=True
+    )
+    after = data.stat().st_blocks
+    assert size <= after * 512 < before * 512
+    EmbTable("t", 4, state_dim=4, directory=closed).close()
+    assert data.stat().st_blocks == before
+
+
+@pytest.mark.parametrize("flushed", [False, True], ids=["close", "flush and close"])
+def test_a_table_whose_directory_was_deleted_can_be_closed(place: Path, flushed: bool) -> None:
+    table = EmbTable("t", 4, directory=place)
+    table.assign([5], np.ones((1, 4), dtype=F32))
+    shutil.rmtree(place)
+    if flushed:
+        with pytest.raises(StorageError, match="deleted"):
+            table.flush()
+        with pytest.raises(StorageError, match="no longer changed"):
+            table.insert([6])
+        assert table.lookup([5], insert=False).tolist() == [[1, 1, 1, 1]]
+    with pytest.raises(StorageError, match="deleted") as error:
+        table.close()
+    assert error.value.errno == errno.ENOENT
+    assert table.closed
+    table.close()
+    EmbTable("t", 4, directory=place).close()
+
+
+def test_a_dropped_table_whose_directory_was_deleted_warns(place: Path) -> None:
+    table = EmbTable("t", 4, directory=place)
+    table.assign([5], np.ones((1, 4), dtype=F32))
+    shutil.rmtree(place)
+    with pytest.warns(RuntimeWarning, match="table 't'.*deleted") as warned:
+        del table
+    assert len(warned) == 1 and "\n" not in str(warned[0].message)
+
+
 def test_a_start_that_broke_off_leaves_a_directory_that_can_be_started_again(place: Path) -> None:
     place.mkdir()
     for name in ("data", "metadata", "filter", "header.new", "lock"):

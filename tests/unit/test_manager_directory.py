@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import embcache as ec
-from embcache.errors import ConfigError, DiskFullError, LockedError, UncleanDirectoryError
+from embcache.errors import ConfigError, DiskFullError, LockedError, StorageError, UncleanDirectoryError
 from promises.training import loss_of, outputs_of, rows_of
 
 TABLES = ("item", "user")
@@ -159,14 +160,77 @@ def test_a_disk_that_is_full_at_close_leaves_a_manager_that_can_be_closed_again(
     for table in tables:
         assert table.directory is not None
         table.directory.fail_after(1, errno.ENOSPC)
-    for _ in tables:
-        with pytest.raises(DiskFullError):
-            collection.manager.close()
+    with pytest.raises(DiskFullError, match="'item'"):
+        collection.manager.close()
+    assert [table.closed for table in tables] == [False, False]
     collection.manager.close()
     collection.manager.close()
     again = make(tmp_path)
     assert state_of(again) == expected
     again.manager.close()
+
+
+@pytest.mark.parametrize("broken", TABLES)
+@pytest.mark.parametrize("how", ["sync failed", "sync fails", "deleted", "full"])
+def test_one_bad_directory_keeps_no_other_table_open(tmp_path: Path, how: str, broken: str) -> None:
+    """The other table is left clean, with what has trained; the error is said once, and a full disk can be tried again."""
+    collection, whole = make(tmp_path), make(None)
+    for each in (collection, whole):
+        train(each, 0, 4)
+    expected = rows_of(whole.manager.table("user" if broken == "item" else "item"))
+    manager = collection.manager
+    first, second = batches(4, 2)
+    info = manager.plan(first)
+    manager.swap_out(info)
+    manager.plan(second)  # plans at two stages, which close ends
+    at = TABLES.index(broken)
+    bad, good = manager.host_tables[at], manager.host_tables[1 - at]
+    assert bad.directory is not None
+    if how == "deleted":
+        shutil.rmtree(tmp_path / broken)
+    elif how == "full":
+        bad.directory.fail_after(1, errno.ENOSPC)
+    else:
+        for calls in range(50):  # up to the first sync
+            bad.directory.fail_after(calls, errno.EIO)
+            with pytest.raises(StorageError):
+                bad.flush()
+            if bad.directory.failed:
+                break
+            if how == "sync fails":
+                bad.directory.fail_after(calls + 2, errno.EIO)
+                break
+        assert bad.directory.failed == (how == "sync failed")
+    with pytest.raises(StorageError, match=f"'{broken}'"):
+        manager.close()
+    assert good.closed
+    if how == "full":
+        assert not bad.closed
+    manager.close()
+    assert good.closed and (bad.closed or how == "sync fails")
+    manager.close()
+    with ec.EmbTable(
+        good.name, 8, state_dim=good.state_dim, initializer=ec.Uniform(-0.05, 0.05), directory=tmp_path / good.name
+    ) as table:
+        found = table.lookup_rows(list(expected))
+        for key, weights in zip(expected, found[0], strict=True):
+            if key in table:
+                assert weights.tobytes() == np.asarray(expected[key][0]).tobytes()
+        assert sum(key in table for key in expected) > len(expected) // 2
+
+
+def test_a_manager_that_cannot_be_made_says_why_though_a_table_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(manager: Any) -> None:
+        for table in manager.host_tables:
+            table.insert(np.arange(5))
+            table.directory.fail_after(0, errno.ENOSPC)
+        raise RuntimeError("the first error")
+
+    monkeypatch.setattr(ec.EmbCacheManager, "_recall_filters", refuse)
+    with pytest.raises(RuntimeError, match="the first error"):
+        ec.EmbCacheManager([ec.TableConfig("a", 8, directory=tmp_path / "a")])
 
 
 def test_a_manager_that_cannot_be_made_lets_go_of_the_directories(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ typedef struct ec_backing {
 
     /* What the header on disk says (ec_directory.h). */
     int clean;   /* nothing was stored since it was marked clean */
-    int failed;  /* a sync failed: what is on disk is unknown, nothing may be changed any more */
+    int failed;  /* a sync failed, or the directory is gone: what is on disk is unknown, nothing may be changed any more */
+    int gone;    /* a file of the directory was not there any more */
     int closing; /* the file keeps its ranges, whoever frees them; ec_backing_unmap ends the mappings */
     uint64_t sequence;
     uint64_t identity_bytes, identity_digest, metadata_bytes, metadata_digest, filter_bytes, filter_digest;
@@ -118,15 +119,44 @@ static int ec_backing_blocks(ec_backing *b, int64_t at, int64_t bytes)
     return refused ? errno : 0;
 }
 
+/* Write zeros into a part of the data file. */
+static int ec_backing_zero(ec_backing *b, int64_t from, int64_t to)
+{
+    static const char zeros[64 << 10];
+    const int64_t most = (int64_t)sizeof zeros;
+    int status = EC_OK;
+    for (int64_t at = from; at < to && status == EC_OK; at += most)
+        status = ec_write_all(b, b->data, "data", zeros, to - at < most ? to - at : most, at);
+    return status;
+}
+
+/* Write zeros where the data file has holes. */
+static int ec_backing_fill(ec_backing *b)
+{
+    int status = EC_OK;
+    for (int64_t at = 0; at < b->length && status == EC_OK;) {
+        const int64_t hole = (int64_t)lseek(b->data, (off_t)at, SEEK_HOLE);
+        if (hole < 0)
+            return ec_refused(b, "data", 0);
+        if (hole >= b->length)
+            break;
+        at = (int64_t)lseek(b->data, (off_t)hole, SEEK_DATA);
+        if (at < 0 && errno != ENXIO)
+            return ec_refused(b, "data", 0);
+        if (at < 0 || at > b->length)
+            at = b->length;
+        status = ec_backing_zero(b, hole, at);
+    }
+    return status;
+}
+
 /* Give the file blocks up to `length`, every one of them real. EC_DISK leaves it as it was. */
 static int ec_backing_extend(ec_backing *b, int64_t length)
 {
-    static const char zeros[64 << 10];
     const int refused = ec_backing_blocks(b, b->length, length - b->length);
     int status = EC_OK;
     if (refused == EOPNOTSUPP)
-        for (int64_t at = b->length; at < length && status == EC_OK; at += (int64_t)sizeof zeros)
-            status = ec_write_all(b, b->data, "data", zeros, length - at < (int64_t)sizeof zeros ? length - at : (int64_t)sizeof zeros, at);
+        status = ec_backing_zero(b, b->length, length);
     else if (refused)
         status = ec_refused(b, "data", length - b->length);
     if (status != EC_OK) {
@@ -229,16 +259,22 @@ static void ec_backing_give(ec_backing *b, void *at, size_t held)
 }
 
 /* Map the ranges listed in `ranges` (in order, inside the file). EC_OK, EC_NOMEM, or EC_DISK where the file's blocks
- * cannot be had: a copy may have holes, and a store into one on a full disk would be a SIGBUS. */
+ * cannot be had: a copy may have holes, and a store into one on a full disk would be a SIGBUS. The number of a file's
+ * blocks does not tell (some file systems count their own), so all of it is asked for; what is there is passed over. */
 static int ec_backing_map(ec_backing *b)
 {
     struct stat status;
     if (fstat(b->data, &status) != 0)
         return ec_refused(b, "data", 0);
     const int64_t missing = b->length - (int64_t)status.st_blocks * 512;
-    const int refused = missing > 0 ? ec_backing_blocks(b, 0, b->length) : 0;
-    if (refused != 0 && refused != EOPNOTSUPP)
-        return ec_refused(b, "data", missing);
+    const int refused = b->length > 0 ? ec_backing_blocks(b, 0, b->length) : 0;
+    if (refused == EOPNOTSUPP) {
+        const int filled = ec_backing_fill(b);
+        if (filled != EC_OK)
+            return filled;
+    } else if (refused != 0) {
+        return ec_refused(b, "data", missing > 0 ? missing : 0);
+    }
     for (int64_t i = 0; i < b->range_count;) {
         int64_t next = i, bytes = 0;
         for (; next < b->range_count && b->ranges[next].at == b->ranges[i].at + bytes; ++next)

@@ -11,7 +11,8 @@
  *
  * Syncing goes through descriptors: a file's fdatasync also writes what was stored through its mappings (msync would
  * start the same work once for each segment). After a sync that failed nobody knows what is on the disk, and asking again
- * would not tell: the directory stays dirty for good and refuses changes.
+ * would not tell: the directory stays dirty for good and refuses changes. So it does when one of its files is not there any
+ * more: somebody deleted it.
  */
 #ifndef EC_DIRECTORY_H
 #define EC_DIRECTORY_H
@@ -80,6 +81,10 @@ static int ec_directory_store(ec_backing *b, const char *file, const void *from,
     do
         fd = ec_faulty(b) ? -1 : openat(b->folder, file, O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     while (fd < 0 && errno == EINTR);
+    if (fd < 0 && errno == ENOENT) {
+        b->failed = b->gone = 1;
+        b->clean = 0;
+    }
     if (fd < 0)
         return ec_refused(b, file, 0);
     int status = ec_write_all(b, fd, file, from, bytes, 0);

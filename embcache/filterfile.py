@@ -11,18 +11,32 @@ from typing import Any
 
 import numpy as np
 
+from .config import AdmitAndEvictConfig
 from .errors import ConfigError, CorruptionError
 
 __all__ = ["pack", "unpack"]
 
-FORMAT = 1
+FORMAT = 2
 
 
-def pack(state: dict[str, Any], step: int, policy: str) -> bytes:
-    """Return the bytes of what `SwapManager.export_filter` gave, of the step at which it did, and of the filter's policy."""
+def _meaning(rule: AdmitAndEvictConfig) -> dict[str, Any]:
+    """What of the rule decides what counters and times mean; the rest may change from one opening to the next."""
+    sketch = rule.sketch_bytes > 0
+    cell = 1 if rule.admit_threshold <= 0xFF else 2 if rule.admit_threshold <= 0xFFFF else 4  # as ec_sketch.h has it
+    return {
+        "policy": rule.policy,
+        "time_source": rule.time_source,
+        "sketch_bytes": rule.sketch_bytes,
+        "admit_seed": rule.admit_seed if sketch else 0,
+        "bytes of a sketch's counter (by admit_threshold)": cell if sketch else 0,
+    }
+
+
+def pack(state: dict[str, Any], step: int, rule: AdmitAndEvictConfig) -> bytes:
+    """Return the bytes of what `SwapManager.export_filter` gave, of the step at which it did, and of what `rule` makes it mean."""
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
     head: dict[str, Any] = {name: int(value) for name, value in state.items() if name not in arrays}
-    head |= {"format": FORMAT, "step": step, "policy": policy}
+    head |= {"format": FORMAT, "step": step, "rule": _meaning(rule)}
     head["arrays"] = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
     text = json.dumps(head).encode()
     parts = [len(text).to_bytes(8, "little"), _padded(text)]
@@ -30,13 +44,13 @@ def pack(state: dict[str, Any], step: int, policy: str) -> bytes:
     return b"".join(parts)
 
 
-def unpack(content: bytes, owner: str, policy: str) -> tuple[dict[str, Any], int]:
+def unpack(content: bytes, owner: str, rule: AdmitAndEvictConfig) -> tuple[dict[str, Any], int]:
     """Return (state, step) of what `pack` gave.
 
     Raises
     ------
     ConfigError
-        The filter had another policy: its counters mean something else.
+        The filter had another policy, time source or sketch: its counters mean something else.
     CorruptionError
         The bytes are no filter's, or of another version; `owner` is whose they are.
     """
@@ -45,7 +59,7 @@ def unpack(content: bytes, owner: str, policy: str) -> tuple[dict[str, Any], int
         state = json.loads(content[8 : 8 + size])
         if state.pop("format") != FORMAT:
             raise ValueError
-        kept, step, at = str(state.pop("policy")), int(state.pop("step")), 8 + (size + 7) // 8 * 8
+        kept, step, at = dict(state.pop("rule")), int(state.pop("step")), 8 + (size + 7) // 8 * 8
         for name, dtype, length in state.pop("arrays"):
             array = np.frombuffer(content, dtype, length, at)
             state[name] = array
@@ -54,10 +68,11 @@ def unpack(content: bytes, owner: str, policy: str) -> tuple[dict[str, Any], int
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptionError(f"{owner}: the state of its filter is not what this version writes") from None
-    if kept != policy:
-        raise ConfigError(
-            f"{owner}: its directory holds a filter of policy {kept!r}, not {policy!r}; describe the filter as it was made"
-        )
+    for field, value in _meaning(rule).items():
+        if kept.get(field) != value:
+            raise ConfigError(
+                f"{owner}: its directory holds a filter with {field} = {kept.get(field)!r}, not {value!r}; describe the filter as it was made"
+            )
     return state, step
 
 

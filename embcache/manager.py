@@ -600,14 +600,14 @@ class EmbCacheManager:
     def _filter_bytes(self, table: int) -> bytes | None:
         """What a directory keeps of the planner: None without a filter."""
         rule = self.layout.tables[table].admit_and_evict
-        return None if rule is None else pack(self.planner.export_filter(table), self.planner.step, rule.policy)
+        return None if rule is None else pack(self.planner.export_filter(table), self.planner.step, rule)
 
     def _recall_filters(self) -> None:
         """Go on with the filters that the directories hold, and with their step."""
         for t, table in enumerate(self.host_tables):
             kept, rule = table.filter_state, self.layout.tables[t].admit_and_evict
             if kept and rule is not None:
-                state, step = unpack(kept, f"table {table.name!r}", rule.policy)
+                state, step = unpack(kept, f"table {table.name!r}", rule)
                 self.planner.import_filter(t, state)
                 self.planner.start_at(max(step, self.planner.step))
 

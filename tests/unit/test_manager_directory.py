@@ -257,6 +257,34 @@ def test_a_manager_that_cannot_be_made_lets_go_of_the_directories(tmp_path: Path
         ec.EmbCacheManager(tables[:1], optimizer=ec.Adagrad(initial_accumulator_value=0.1))
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"admit_seed": 8}, "admit_seed = 7, not 8"),
+        ({"admit_threshold": 300}, r"counter \(by admit_threshold\) = 1, not 2"),
+        ({"sketch_bytes": 8192}, "sketch_bytes = 4096, not 8192"),
+        ({"sketch_bytes": 0}, "sketch_bytes = 4096, not 0"),
+        ({"time_source": "step"}, "time_source = 'timestamps', not 'step'"),
+    ],
+    ids=repr,
+)
+def test_a_filter_whose_counters_mean_something_else_is_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    rules = {"admit_threshold": 200, "sketch_bytes": 4096, "admit_seed": 7}
+    collection = make(tmp_path, **rules)
+    train(collection, 0, 2)
+    collection.manager.close()
+    with pytest.raises(ConfigError, match=f"'item'.*{words}"):
+        make(tmp_path, **(rules | change))
+    make(tmp_path, **(rules | {"admit_threshold": 100, "evict_threshold": 90})).manager.close()
+
+
+def test_the_seed_of_a_filter_without_a_sketch_may_change(tmp_path: Path) -> None:
+    make(tmp_path).manager.close()
+    make(tmp_path, admit_seed=5, admit_threshold=300).manager.close()
+
+
 def test_stats_show_the_files_of_each_table(tmp_path: Path) -> None:
     collection = make(tmp_path)
     train(collection, 0, 2)

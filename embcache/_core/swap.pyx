@@ -810,14 +810,14 @@ cdef class SwapManager:
             if n == 0:
                 return 0
             self.overlay(t)
-            with nogil:
-                first = ec_first_in_use(&self.overlays[t], &self.work.sides[t], &view[0], n)
-            if first < n:
-                raise PinnedKeyError(f"table {self.tables[t].name!r}: key {view[first]} is in use by an unfinished batch; finish or cancel it first")
             self.lock_table(t, 1)
             with nogil:
-                dropped = ec_side_drop(&self.work.sides[t], &view[0], n)
+                first = ec_first_in_use(&self.overlays[t], &self.work.sides[t], &view[0], n)
+                if first == n:
+                    dropped = ec_side_drop(&self.work.sides[t], &view[0], n)
                 table_unlock(self.work.sides[t].table)
+            if first < n:
+                raise PinnedKeyError(f"table {self.tables[t].name!r}: key {view[first]} is in use by an unfinished batch; finish or cancel it first")
             self.epoch += 1
             return dropped
         finally:
@@ -846,7 +846,12 @@ cdef class SwapManager:
             if n == 0 or self.filters[t] is None:
                 return 0
             self.overlay(t)
-            first = ec_first_in_use(&self.overlays[t], &self.work.sides[t], &view[0], n)
+            self.lock_table(t, 0)
+            with nogil:
+                first = ec_first_in_use(&self.overlays[t], &self.work.sides[t], &view[0], n)
+                if first == n:
+                    first = ec_first_dying(&self.work.sides[t], &view[0], n)
+                table_unlock(self.work.sides[t].table)
             for k in range(len(self.unfinished)):
                 room += self.plans[k].parts[t].changes.size
             if first == n and room > 0:
@@ -855,8 +860,6 @@ cdef class SwapManager:
                 ec_counting_keys(&self.work.sides[t], t, self.plans, len(self.unfinished), &counting_view[0])
                 counted = np.flatnonzero(np.isin(keys, counting))
                 first = counted[0] if len(counted) else n
-            if first == n:
-                first = ec_first_dying(&self.work.sides[t], &view[0], n)
             if first < n:
                 raise PinnedKeyError(f"table {self.tables[t].name!r}: key {view[first]} is in use by an unfinished batch; finish or cancel it first")
             with nogil:

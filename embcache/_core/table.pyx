@@ -689,6 +689,8 @@ cdef class Table:
             if status == EC_OK:
                 ec_metadata_settle(self.t, marked, marked_count)
                 status = ec_table_flush(self.t, NULL, 0)
+                if not self.directory.backing.failed:
+                    status = EC_OK  # dirty then, and open: the next flush makes it clean
         if status != EC_OK:
             raise self.failure(status, -1)
         return 0

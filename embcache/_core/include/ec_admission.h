@@ -168,6 +168,8 @@ static int ec_sweep_batch(ec_work *w, int64_t t) {
     ec_part *p = &w->parts[t];
     const ec_pass *pass = &s->filter->pass;
     const int64_t begin = w->offsets[t], end = begin + p->unique;
+    /* what ec_count() had reserved may be used up: a pass that a lower cut-off ends at once takes entries away as well */
+    if (ec_vec_reserve(&p->changes, p->unique, sizeof(ec_filter_change)) != EC_OK) return EC_NOMEM;
     for (int64_t u = begin; u < end; u++) {
         if (w->last[u] >= (w->slot[u] >= 0 || w->row[u] >= 0 ? pass->cutoff : pass->waiting_cutoff)) continue;
         w->admitted[u] = 0;

@@ -48,6 +48,7 @@ typedef struct ec_backing {
     int gone;    /* a file of the directory was not there any more */
     int closing; /* the file keeps its ranges, whoever frees them; ec_backing_unmap ends the mappings */
     uint64_t sequence;
+    int filter_torn; /* a store of the filter's state failed half way */
     uint64_t identity_bytes, identity_digest, metadata_bytes, metadata_digest, filter_bytes, filter_digest;
     pthread_mutex_t flushing;
 

@@ -120,8 +120,19 @@ static inline int ec_directory_before_store(ec_backing *b)
 static int ec_directory_save(ec_backing *b, const void *metadata, int64_t metadata_bytes, const void *filter, int64_t filter_bytes)
 {
     int status = ec_directory_before_store(b);
-    if (status == EC_OK && filter != NULL)
+    if (status == EC_OK && filter == NULL && b->filter_torn) {
+        b->failed = 1; /* half of another state is in the file: never call that clean */
+        return EC_DISK;
+    }
+    if (status == EC_OK && filter != NULL) {
+        b->filter_torn = 1;
         status = ec_directory_store(b, "filter", filter, filter_bytes, 1);
+        if (status == EC_OK) { /* now, since a later flush may come without it */
+            b->filter_torn = 0;
+            b->filter_bytes = (uint64_t)filter_bytes;
+            b->filter_digest = ec_xxh3(filter, (size_t)filter_bytes, 0);
+        }
+    }
     if (status == EC_OK)
         status = ec_directory_store(b, "metadata", metadata, metadata_bytes, 1);
     if (status == EC_OK)
@@ -131,10 +142,6 @@ static int ec_directory_save(ec_backing *b, const void *metadata, int64_t metada
     b->sequence += 1;
     b->metadata_bytes = (uint64_t)metadata_bytes;
     b->metadata_digest = ec_xxh3(metadata, (size_t)metadata_bytes, 0);
-    if (filter != NULL) {
-        b->filter_bytes = (uint64_t)filter_bytes;
-        b->filter_digest = ec_xxh3(filter, (size_t)filter_bytes, 0);
-    }
     return ec_directory_mark(b, EC_CLEAN);
 }
 

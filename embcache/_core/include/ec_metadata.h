@@ -103,7 +103,7 @@ static int ec_table_flush(ec_table *t, const void *filter, int64_t filter_bytes)
     ec_bytes metadata;
     int status = EC_OK;
     pthread_mutex_lock(&b->flushing);
-    if (filter != NULL && (uint64_t)filter_bytes == b->filter_bytes && ec_xxh3(filter, (size_t)filter_bytes, 0) == b->filter_digest)
+    if (filter != NULL && !b->filter_torn && (uint64_t)filter_bytes == b->filter_bytes && ec_xxh3(filter, (size_t)filter_bytes, 0) == b->filter_digest)
         filter = NULL;
     if (!b->clean || filter != NULL) {
         status = ec_metadata_write(t, &metadata);

@@ -457,7 +457,8 @@ static int ec_table_attach(ec_table *t, int64_t key, uint64_t hash, int64_t row)
 static void ec_table_free_row(ec_table *t, uint64_t hash, int64_t row)
 {
     ec_partition *p = ec_table_partition(t, hash);
-    EC_ASSERT(*ec_table_flags(t, row) & EC_LIMBO);
+    if (!(*ec_table_flags(t, row) & EC_LIMBO))
+        return; /* erased from the host table behind the planner's back */
     ec_table_leave_limbo(t, p, hash);
     ec_partition_push(t, p, ec_table_local(t, row));
 }
@@ -467,8 +468,10 @@ static void ec_table_free_row(ec_table *t, uint64_t hash, int64_t row)
 static void ec_table_unborn(ec_table *t, int64_t key, uint64_t hash, int64_t row)
 {
     ec_partition *p = ec_table_partition(t, hash);
-    int64_t local = ec_index_erase(&p->index, key, hash);
-    EC_ASSERT(local >= 0 && ec_partition_row(p, local) == row);
+    int64_t local = ec_index_find(&p->index, key, hash);
+    if (local < 0 || ec_partition_row(p, local) != row)
+        return; /* somebody has erased the key from the host table, behind the planner's back: its row is free already */
+    ec_index_erase(&p->index, key, hash);
     ec_partition_unpop(t, p, local, *ec_table_flags(t, row) & EC_AGAIN);
     t->live -= 1;
     t->version += 1;

@@ -12,6 +12,7 @@ import embcache as ec
 from embcache._core.threads import job_count
 
 SMALL, LARGE = 256, 200_000
+PARTITIONED = 1_000_000  # keys of a table of several partitions, which is what the threads of an insert share
 
 
 def jobs_of(call: Callable[[int], object], n: int) -> int:
@@ -53,7 +54,7 @@ def test_doors_of_the_table(table, door):
             getattr(table, door)(keys)
 
     assert jobs_of(call, SMALL) == 0
-    assert jobs_of(call, LARGE) > 0
+    assert jobs_of(call, PARTITIONED if door == "insert" else LARGE) > 0
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -13,8 +13,16 @@ from peers.native import address, build
 __all__ = ["Dedup"]
 
 HEADERS = Path(embcache._core.__file__).parent / "include"
-# As setup.py compiles the engine: no more than a wheel gets.
-OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-Wno-unused-function")
+# As setup.py compiles the engine: no more than a wheel gets. Python.h defines _GNU_SOURCE there.
+OPTIONS = (
+    "-O3",
+    "-D_GNU_SOURCE",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-Wno-unused-function",
+)
 
 
 class Dedup:

@@ -37,6 +37,9 @@ QUERY_SETS = (
 )
 
 
+WALL_ONLY = "not timed by CPU time: several threads"
+
+
 @dataclass(frozen=True)
 class Unit:
     """How seconds and an amount of work are shown: as a rate (work per second) or as a time (seconds per work)."""
@@ -73,6 +76,8 @@ class Contender:
         Given the answer, puts things back. Not timed.
     share : float
         The part of the case's work that `call` does; for peers too slow to do all of it.
+    threads : int
+        Threads it uses, where these are more than the case's.
     seconds_of : callable, optional
         Takes the figure from the answer instead of the clock.
     """
@@ -82,6 +87,7 @@ class Contender:
     same: Callable[[Any, Any], None] | None = None
     after: Callable[[Any], None] | None = None
     share: float = 1.0
+    threads: int = 1
     seconds_of: Callable[[Any], float] | None = None
 
     def answer(self, query_set: int) -> Any:
@@ -169,6 +175,10 @@ class Race:
     ) -> Outcome:
         """Compare answers on `check_sets` in this order, then time everyone for `rounds` rounds, `repeat` calls each."""
         clock = time.process_time if self._cpu_clock and threads == 1 else time.perf_counter
+        if clock is time.process_time:  # it would charge a peer for every thread
+            peers = [
+                Absent(p.name, WALL_ONLY) if isinstance(p, Contender) and p.threads > threads else p for p in peers
+            ]
         present = [peer for peer in peers if isinstance(peer, Contender)]
         self._compare(ours, present, check_sets)
 

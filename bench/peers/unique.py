@@ -55,6 +55,7 @@ def unique_peers(
             f"{calls}torch.unique(return_inverse), {count} thread{'s' if count > 1 else ''}",
             lambda i, count=count: torch_unique(tensors[i], count),
             check,
+            threads=count,
         )
         for count in threads
     ]

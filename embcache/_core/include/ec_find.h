@@ -60,13 +60,6 @@ EC_INLINE int64_t ec_probe_local(const ec_probe *probe, int64_t key, const int a
     return ec_bucket_overflow(probe->bucket) == 0 ? -1 : ec_probe_beyond(probe, key);
 }
 
-/* The row of the key, or -1. */
-EC_INLINE int64_t ec_probe_finish(const ec_probe *probe, int64_t key, const int avx2)
-{
-    const int64_t local = ec_probe_local(probe, key, avx2);
-    return local < 0 ? -1 : ec_partition_row(probe->partition, local);
-}
-
 /* A key that is not in the buckets it was looked for in so far; it waits for the next one's cache line. */
 typedef struct ec_late {
     const ec_bucket *bucket;

@@ -16,17 +16,8 @@
 
 #define EC_LOOKUP_BLOCK 512 /* keys that are found before their rows are copied */
 #define EC_ROW_AHEAD 8  /* rows between the prefetch of a row and its copy */
-#define EC_ROW_LINES 8  /* cache lines of a row that are prefetched; the hardware follows from there */
 #define EC_STREAM_BYTES ((int64_t)8 << 20)
 #define EC_WIDEN_AT_ONCE 256 /* weights that are widened in the cache before they are written past it */
-
-static inline void ec_row_prefetch(const void *row, int64_t bytes)
-{
-    const char *line = (const char *)row;
-    const char *end = line + bytes;
-    for (int i = 0; i < EC_ROW_LINES && line < end; ++i, line += 64)
-        EC_PREFETCH_READ(line);
-}
 
 /* Whether an output of `rows` rows of `bytes` bytes should be written past the cache. */
 static inline int ec_streams(const void *out, int64_t stride, int64_t bytes, int64_t rows)
@@ -86,7 +77,7 @@ static int64_t ec_lookup_block(const ec_table *t, const int64_t *keys, const int
     int64_t absent = 0;
     for (int64_t i = 0; i < n; ++i, out += out_bytes) {
         if (i + EC_ROW_AHEAD < n && rows[i + EC_ROW_AHEAD] >= 0)
-            ec_row_prefetch(ec_table_weights(t, rows[i + EC_ROW_AHEAD]), row_bytes);
+            ec_copy_prefetch((const char *)ec_table_weights(t, rows[i + EC_ROW_AHEAD]), row_bytes);
         if (missing != NULL)
             missing[i] = rows[i] < 0;
         if (rows[i] >= 0) {
@@ -146,9 +137,9 @@ static inline void ec_rows_prefetch(const ec_table *t, int64_t row, int64_t part
 {
     if (row < 0)
         return;
-    ec_row_prefetch(ec_table_weights(t, row), t->dim * ec_type_bytes(t->type));
+    ec_copy_prefetch((const char *)ec_table_weights(t, row), t->dim * ec_type_bytes(t->type));
     if (parts != 0 && t->state_dim > 0)
-        ec_row_prefetch(ec_table_state(t, row), t->state_dim * (int64_t)sizeof(float));
+        ec_copy_prefetch((const char *)ec_table_state(t, row), t->state_dim * (int64_t)sizeof(float));
 }
 
 /* Table rows -> buffer rows, elements from .. to - 1. A negative row is passed over. */

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import embcache as ec
@@ -55,6 +55,7 @@ def test_i1_training_and_view_changes_equal_a_reference_trainer(spec: ec.Optimiz
         spare=st.integers(0, 6),
         steps=st.integers(5, 40),
     )
+    @example(tables=[ec.TableConfig("a", 4)], pool=list(range(60)), seed=1, spare=0, steps=150)  # certain to swap
     def run(tables: list[ec.TableConfig], pool: list[int], seed: int, spare: int, steps: int) -> None:
         rng = np.random.default_rng(seed)
         names = features_of(tables)

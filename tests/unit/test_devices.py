@@ -175,11 +175,12 @@ def test_both_backends_compute_the_same_on_narrow_rows(dtype: torch.dtype, case:
         stored = name.endswith(" 0")
         assert values.dtype is stock[name].dtype is (dtype if stored else torch.float32), name
         tolerance = torch.finfo(dtype).eps if stored else 1e-5
+        largest = float(values.float().abs().max()) if values.numel() else 1.0  # sums of hundreds cancel
         torch.testing.assert_close(
             stock[name].float(),
             values.float(),
             rtol=tolerance,
-            atol=tolerance,
+            atol=tolerance * max(1.0, largest),
             msg=lambda text, name=name: f"{name}: {text}",
         )
 

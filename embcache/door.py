@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 
 from ._core.plan import Plan
 from ._core.swap import SwapManager
+from ._core.threads import this_process
 from .errors import ClosedError, ForkError
 
 __all__ = ["Door"]
@@ -28,7 +28,7 @@ class Door:
     __slots__ = ("changes", "closed", "late", "lock", "pid", "planner")
 
     def __init__(self, planner: SwapManager) -> None:
-        self.pid = os.getpid()
+        self.pid = this_process()
         self.lock = threading.RLock()
         self.planner = planner
         self.late: deque[Plan] = deque()
@@ -37,9 +37,9 @@ class Door:
 
     def check_process(self) -> None:
         """Raise `ForkError` in a child; before the lock, which a thread of the parent may have held at the fork."""
-        if os.getpid() != self.pid:
+        if this_process() != self.pid:
             raise ForkError(
-                f"this manager belongs to process {self.pid}, not to its child {os.getpid()}; make the model in the process that trains it"
+                f"this manager belongs to process {self.pid}, not to its child {this_process()}; make the model in the process that trains it"
             )
 
     def __enter__(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._core.arrays import is_plain_keys
 from ._core.digest import hash_strings as _hash_strings
 from ._core.table import Table
 from .config import MAX_EMBEDDING_DIM, Constant, Initializer, LinearRamp, Normal, TruncatedNormal, Uniform, Zeros
@@ -42,7 +43,6 @@ DEFAULT_INITIALIZER = Uniform(-0.05, 0.05)
 
 _MAX_STATE_DIM = 4 * MAX_EMBEDDING_DIM
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
-_INT64 = np.dtype(np.int64)
 
 
 def initializer_spec(initializer: Initializer) -> tuple[str, float, float]:
@@ -160,10 +160,9 @@ def as_keys(keys: Any, owner: str) -> npt.NDArray[np.int64]:
     ShapeError
         If the keys are not integers (floats and booleans are refused), not one-dimensional, or leave int64.
     """
-    if type(keys) is np.ndarray and keys.dtype is _INT64 and keys.ndim == 1:
-        flags = keys.flags
-        if flags.carray or (flags.c_contiguous and flags.aligned):  # the first alone unless read-only
-            return keys  # nothing to do, and small calls feel every check
+    if is_plain_keys(keys):
+        plain: npt.NDArray[np.int64] = keys
+        return plain  # nothing to do, and small calls feel every check
     _refuse_masked("keys", keys, owner)
     try:
         array = np.asarray(keys)

@@ -14,7 +14,6 @@ Thread safety: every door takes one mutex with the GIL released, and the locks o
 """
 
 import itertools
-import os
 
 import numpy as np
 
@@ -53,7 +52,7 @@ from embcache._core.table cimport (
     table_lock,
     table_unlock,
 )
-from embcache._core.threads cimport parallel_for, resolve_threads
+from embcache._core.threads cimport parallel_for, process_id, resolve_threads
 
 POLICIES = ("lru", "lfu", "s3fifo")  # by EC_LRU ...
 PEEK_ABSENT = EC_PEEK_ABSENT
@@ -136,7 +135,7 @@ cdef class SwapManager:
         self.plan_room = 0
         self.mutex_ready = 0
         self.closed = 1
-        self.pid = os.getpid()
+        self.pid = process_id()
         self.number = next(_manager_numbers)
         self.unfinished = []
         self.shelf = Shelf()
@@ -197,7 +196,7 @@ cdef class SwapManager:
         self.closed = 0
 
     def __dealloc__(self):
-        if self.pid != os.getpid():  # a forked child must not unmap: the parent's memory is not in it
+        if self.pid != process_id():  # a forked child must not unmap: the parent's memory is not in it
             return
         self.free_all()
         if self.mutex_ready:
@@ -219,7 +218,7 @@ cdef class SwapManager:
 
     cdef int enter(self) except -1:
         """Take the mutex; ForkError in a child, ClosedError after close. Paired with leave()."""
-        if self.pid != os.getpid():
+        if self.pid != process_id():
             raise ForkError(f"this SwapManager was made in process {self.pid}; a forked child may not use it, make one there")
         if self.mutex_ready:
             with nogil:
@@ -1322,7 +1321,7 @@ cdef class SwapManager:
         Closing twice is allowed.
         """
         cdef int64_t t
-        if self.closed and self.pid == os.getpid():
+        if self.closed and self.pid == process_id():
             return
         self.enter()
         try:

@@ -9,6 +9,7 @@ Row indexes handed out are a function of the sequence of changing calls, never o
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 
 from embcache._core.arena cimport ec_arena
+from embcache._core.arrays cimport Array
 from embcache._core.directory cimport Directory
 
 cdef extern from "ec_status.h":
@@ -125,6 +126,7 @@ cdef class Table:
     cdef int enter(self, bint write) except -1  # check_process, then the lock with the GIL released; ClosedError
     cdef void leave(self) noexcept
     cdef object failure(self, int status, int64_t keys)  # the exception for a failed insert of `keys` keys
+    cdef int open_longs(self, str what, object values, int64_t count, bint write, Array *array) except -1
     cdef int check_rows(self, const int64_t[::1] rows, int64_t limit, str what) except -1
     cdef int check_shape(self, str what, int64_t rows, int64_t columns, int64_t want_rows, int64_t want_columns) except -1
     # The memory of rows of weights; `rows` -1: any number. The caller releases it.

@@ -21,13 +21,13 @@ from libc.math cimport isfinite
 from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
-from posix.unistd cimport getpid
 
 from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_arena_touched, ec_memory_room
+from embcache._core.arrays cimport INT64, Array, array_open, new_int64
 from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_xxh3
 from embcache._core.directory cimport Directory, ec_backing
 from embcache._core.index cimport ec_index, ec_index_free
-from embcache._core.threads cimport parallel_for, resolve_threads
+from embcache._core.threads cimport parallel_for, process_id, resolve_threads
 
 cdef extern from "ec_init.h":
     const int EC_INIT_CONSTANT
@@ -48,6 +48,7 @@ cdef extern from "<pthread.h>":
     int pthread_rwlock_init(pthread_rwlock_t *lock, const pthread_rwlockattr_t *attributes) noexcept nogil
     int pthread_rwlock_destroy(pthread_rwlock_t *lock) noexcept nogil
     int pthread_rwlock_rdlock(pthread_rwlock_t *lock) noexcept nogil
+    int pthread_rwlock_tryrdlock(pthread_rwlock_t *lock) noexcept nogil
     int pthread_rwlock_wrlock(pthread_rwlock_t *lock) noexcept nogil
     int pthread_rwlock_unlock(pthread_rwlock_t *lock) noexcept nogil
 
@@ -579,7 +580,7 @@ cdef class Table:
 
     def __cinit__(self):
         self.t = NULL
-        self.pid = getpid()
+        self.pid = process_id()
 
     def __init__(self, str name not None, dim, *, state_dim=0, dtype="float32", initializer=("uniform", -0.05, 0.05), seed=0,
                  initial_state=None, with_filter=None, num_threads=None, split_above=EC_SPLIT_ABOVE, index_seed=None, directory=None):
@@ -708,7 +709,7 @@ cdef class Table:
 
     def __dealloc__(self):
         # In a forked child the mappings do not exist (MADV_DONTFORK); something else may lie at their addresses.
-        if self.pid == getpid():
+        if self.pid == process_id():
             self.discard()
 
     # ------------------------------------------------------------------------------------------------ locks and errors
@@ -716,16 +717,21 @@ cdef class Table:
     cdef int check_process(self) except -1:
         if self.t == NULL:
             raise ClosedError("table: its construction failed; make a new one")
-        if self.pid != getpid():
-            raise ForkError(f"table {self.name!r}: made in process {self.pid}, used in its forked child {getpid()}; "
+        if self.pid != process_id():
+            raise ForkError(f"table {self.name!r}: made in process {self.pid}, used in its forked child {process_id()}; "
                             "open or build a table in the child instead")
         return 0
 
     cdef int enter(self, bint write) except -1:
-        cdef int status
+        cdef int status = EC_CLOSED
         self.check_process()
-        with nogil:
-            status = table_lock(self.t, write)
+        if not write and pthread_rwlock_tryrdlock(&(<ec_table_fields *>self.t).lock) == 0:
+            if not self.t.closed:
+                return 0  # nobody to wait for, so no GIL to release
+            table_unlock(self.t)
+        else:
+            with nogil:
+                status = table_lock(self.t, write)
         if status != EC_OK:
             raise self.failure(status, 0)
         return 0
@@ -828,51 +834,56 @@ cdef class Table:
 
     # ------------------------------------------------------------------------------------------------------ keys to rows
 
-    def find(self, const int64_t[::1] keys not None, rows=None):
+    cdef int open_longs(self, str what, object values, int64_t count, bint write, Array *array) except -1:
+        """Look at an int64 array of `count` elements, -1: of any number."""
+        if not array_open(values, 1, INT64, write, array):
+            found = f"{values.dtype} of shape {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+            raise ShapeError(f"table {self.name!r}: {what} is {found}; give an aligned{', writeable' if write else ''}, contiguous int64 array of one dimension")
+        if count >= 0:
+            self.check_shape(what, array.rows, 1, count, 1)
+        return 0
+
+    def find(self, keys, rows=None):
         """Row index of each key, -1 where absent: int64 (n,), written into `rows` if given."""
-        cdef int64_t n = keys.shape[0]
-        cdef int64_t[::1] out
+        cdef Array key, row
+        self.open_longs("keys", keys, -1, False, &key)
         if rows is None:
-            rows = np.empty(n, dtype=np.int64)
-        if n == 0 and rows.shape == (0,):
-            self.enter(False)
-            self.leave()
-            return rows
-        out = rows
-        self.check_shape("rows", out.shape[0], 1, n, 1)
+            rows = new_int64(key.rows)
+        self.open_longs("rows", rows, key.rows, True, &row)
         self.enter(False)
         try:
-            with nogil:
-                table_find(self.t, &keys[0], NULL, n, &out[0], self.num_threads)
+            if key.rows:
+                with nogil:
+                    table_find(self.t, <const int64_t *>key.at, NULL, key.rows, <int64_t *>row.at, self.num_threads)
         finally:
             self.leave()
         return rows
 
-    def insert_born(self, const int64_t[::1] keys not None, rows=None):
+    def insert_born(self, keys, rows=None):
         """Insert the absent keys: (row index of each key int64 (n,), 1 at the first place of each new key uint8 (n,)).
 
         The row indexes are written into `rows` if given, which must not share memory with `keys`.
         """
-        cdef int64_t n = keys.shape[0]
-        cdef int status = EC_OK
+        cdef Array key, row
+        self.open_longs("keys", keys, -1, False, &key)
         if rows is None:
-            rows = np.empty(n, dtype=np.int64)
-        born = np.empty(n, dtype=np.uint8)
-        cdef int64_t[::1] out = rows
+            rows = new_int64(key.rows)
+        self.open_longs("rows", rows, key.rows, True, &row)
+        born = np.empty(key.rows, dtype=np.uint8)
         cdef uint8_t[::1] marks = born
-        self.check_shape("rows", out.shape[0], 1, n, 1)
+        cdef int status = EC_OK
         self.enter(True)
         try:
-            if n:
+            if key.rows:
                 with nogil:
-                    status = table_insert(self.t, &keys[0], NULL, n, &out[0], &marks[0], self.num_threads)
+                    status = table_insert(self.t, <const int64_t *>key.at, NULL, key.rows, <int64_t *>row.at, &marks[0], self.num_threads)
             if status != EC_OK:
-                raise self.failure(status, n)
+                raise self.failure(status, key.rows)
         finally:
             self.leave()
         return rows, born
 
-    def insert(self, const int64_t[::1] keys not None, rows=None):
+    def insert(self, keys, rows=None):
         """Insert the absent keys; row index of each key: int64 (n,), written into `rows` if given."""
         return self.insert_born(keys, rows)[0]
 

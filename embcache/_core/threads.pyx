@@ -1,4 +1,4 @@
-"""The process-wide thread pool of the core: one, lazy, small.
+"""The process-wide thread pool of the core: one, lazy, small; and the number of the process.
 
 Owns the worker threads. Results never depend on how many there are. Callers keep small work away from the pool: waking
 a worker costs tens of microseconds. The pool is joined at interpreter exit and forgotten in a forked child.
@@ -18,6 +18,10 @@ cdef extern from "ec_threads.h":
     uint64_t ec_pool_jobs() noexcept nogil
     int ec_pool_install() noexcept nogil
 
+cdef extern from "ec_process.h":
+    void ec_process_install() noexcept nogil
+    int64_t ec_process_id() noexcept nogil
+
 cdef enum:
     MOST_THREADS = 64
     DEFAULT_MOST_THREADS = 16
@@ -34,6 +38,15 @@ cdef int resolve_threads(object num_threads) except -1:
     if count is None or not 1 <= count <= MOST_THREADS:
         raise ConfigError(f"num_threads = {num_threads!r}; give an integer from 1 to {MOST_THREADS}, or None for the CPUs available")
     return count
+
+
+cdef int64_t process_id() noexcept nogil:
+    return ec_process_id()
+
+
+def this_process():
+    """Number of this process, as `os.getpid` but without a system call: every door asks."""
+    return ec_process_id()
 
 
 def thread_count(num_threads=None):
@@ -112,6 +125,7 @@ def _stop():
         ec_pool_stop()
 
 
+ec_process_install()
 if ec_pool_install() != 0:
     raise MemoryError("embcache: no memory for the fork handler of the thread pool")
 atexit.register(_stop)

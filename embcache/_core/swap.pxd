@@ -83,7 +83,9 @@ cdef extern from "ec_plan.h":
     void ec_side_retire(ec_side *s) noexcept nogil
     void ec_side_write_counters(ec_side *s) noexcept nogil
     int64_t ec_side_scan(const ec_side *s, int64_t *cursor, int64_t *keys, int64_t *counts, int64_t *last, int64_t most) noexcept nogil
-    int ec_side_load(ec_side *s, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n, int64_t newest) noexcept nogil
+
+cdef extern from "ec_isa.h":
+    int ec_cpu_has_avx2() noexcept nogil
 
 cdef extern from "ec_work.h":
     const int EC_PARTS
@@ -102,6 +104,7 @@ cdef extern from "ec_work.h":
         int64_t tables
         int64_t n
         int64_t sweep_rows
+        int avx2
         const uint8_t *clicked
         ec_side *sides
         ec_part *parts

@@ -63,7 +63,7 @@ PEEK_DEFAULT = EC_PEEK_DEFAULT
 cdef enum:
     SMALL_CALL = 8192      # keys below which the pool is not woken
     SCAN_ROWS = 65536      # host rows read at a time
-    SWEEP_ROWS = 1 << 20   # places a plan looks at for a sweep; twice as many took 17 ms of one core (bench_sweep)
+    SWEEP_ROWS = 1 << 20   # places a plan looks at for a sweep: 2 to 6 ms of one core (bench_sweep)
     MAX_CAPACITY = 0x7FFFFFFF
 
 _manager_numbers = itertools.count(1)
@@ -150,6 +150,7 @@ cdef class SwapManager:
         if slice_rows is None or not 1 <= slice_rows < 2**62:
             raise ConfigError(f"sweep_rows = {sweep_rows!r}; give an integer of 1 or more")
         self.work.sweep_rows = slice_rows
+        self.work.avx2 = ec_cpu_has_avx2()
         if count == 0:
             raise ConfigError("tables: none given; a SwapManager needs at least one")
         if len(capacities) != count or len(configs) != count:
@@ -1003,56 +1004,6 @@ cdef class SwapManager:
         finally:
             self.leave()
 
-    def load_filter_state(self, table, keys, counts, last, newest, step):
-        """Set the counters of keys: of those with a row beside it, of the others in the filter, which must be empty.
-
-        Parameters
-        ----------
-        table : int
-        keys, counts, last : int64[n]
-            Keys distinct, counts >= 0.
-        newest : int
-        step : int
-            Last training step, at least that of this manager.
-
-        Raises
-        ------
-        PlanError
-            While a plan is unfinished.
-        ConfigError, ShapeError, HostMemoryError
-            Nothing has changed.
-        """
-        cdef const int64_t[::1] key_view = int64_array("keys", keys, -1)
-        cdef int64_t n = key_view.shape[0]
-        cdef const int64_t[::1] count_view = int64_array("counts", counts, n)
-        cdef const int64_t[::1] last_view = int64_array("last", last, n)
-        cdef int64_t t, newest_value = newest, step_value = step
-        cdef int status
-        if len(np.unique(keys)) != n:
-            raise ConfigError("keys: one is given twice; give each once")
-        if n > 0 and np.min(counts) < 0:
-            raise ConfigError(f"counts: {np.min(counts)} is negative")
-        self.enter()
-        try:
-            self.check_settled("load_filter_state")
-            t = self.table_number(table)
-            name = self.tables[t].name
-            if self.filter_of(t).size() > 0:
-                raise ConfigError(f"table {name!r}: its filter holds {self.filter_of(t).size()} keys already; load into a new manager")
-            if step_value < self.last_step:
-                raise ConfigError(f"step = {step_value} is before this manager's step {self.last_step}")
-            self.lock_table(t, 1)
-            with nogil:
-                status = ec_side_load(&self.work.sides[t], &key_view[0] if n > 0 else NULL, &count_view[0] if n > 0 else NULL,
-                                      &last_view[0] if n > 0 else NULL, n, newest_value)
-                table_unlock(self.work.sides[t].table)
-            if status != EC_OK:
-                raise host_memory(f"loading the filter of table {name!r}")
-            self.last_step = step_value
-            self.epoch += 1
-        finally:
-            self.leave()
-
     def write_counters(self, table):
         """Write the counters of residents to the host columns, for whoever reads those; they stay beside the slots, too."""
         cdef int64_t t
@@ -1369,3 +1320,9 @@ def _age_dedup(SwapManager manager, uint32_t base):
     cdef int i
     for i in range(manager.work.dedup_count):
         manager.work.dedup[i].base = max(manager.work.dedup[i].base, base)
+
+
+def _set_isa(SwapManager manager, str isa):
+    """For tests: the clone of a sweep's pass over timestamps, "baseline" or "auto". Returns the one in use from now on."""
+    manager.work.avx2 = isa != "baseline" and ec_cpu_has_avx2()
+    return "avx2" if manager.work.avx2 else "baseline"

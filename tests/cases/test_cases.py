@@ -74,7 +74,8 @@ def test_case_03_counts_of_occurrences_pass_2_to_the_31() -> None:
     rule = ec.AdmitAndEvictConfig(admit_threshold=2**31 + 1, not_admitted_default_value=7.0)
     ebc = bags(table(admit_and_evict=rule))
     filters = ebc.manager.planner
-    filters.load_filter_state(0, np.array([9]), np.array([2**31 - 1]), np.array([0]), 0, 0)
+    counters = {"keys": np.array([9]), "counts": np.array([2**31 - 1]), "last": np.array([0])}
+    filters.import_filter(0, {**filters.export_filter(0), **counters})
     assert ebc(one_feature([9]))["f"][0, 0] == 7.0
     assert ebc(one_feature([9]))["f"][0, 0] == 0.0
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from embcache._core.filter import FeatureFilter
-from embcache._core.swap import SwapManager
+from embcache._core.swap import SwapManager, _set_isa
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig
-from embcache.errors import ConfigError, PinnedKeyError, PlanError
+from embcache.errors import ConfigError, PinnedKeyError
 
 NEVER = -(2**63)
 LAST = 2**63 - 1
@@ -277,40 +277,6 @@ def test_a_row_put_in_for_a_waiting_key_takes_over_its_counters():
 # ---------------------------------------------------------------------------------------------------------- state in and out
 
 
-def test_state_moves_to_another_manager():
-    config = {"admit_threshold": 3, "evict_threshold": 50, "evict_step_interval": 2}
-    manager, table = make(4, **config)
-    rng = np.random.default_rng(0)
-    for step in range(7):
-        run(manager, rng.integers(0, 9, 4).tolist(), (step + rng.integers(0, 3, 4)).tolist())
-    state = manager.filter_state(0)
-    assert set(state["has_row"].tolist()) == {0, 1}
-    other, rows = make(8, **config, with_row=state["keys"][state["has_row"] == 1].tolist())
-    other.load_filter_state(0, state["keys"], state["counts"], state["last"], state["newest"], state["step"])
-    for name, value in other.filter_state(0).items():
-        assert np.array_equal(value, state[name]), name
-    other.check()
-    assert len(rows) == len(table)
-
-
-def test_bad_state_is_refused():
-    manager, _ = make(admit_threshold=2)
-    one, two = np.array([1], np.int64), np.array([1, 1], np.int64)
-    with pytest.raises(ConfigError, match="twice"):
-        manager.load_filter_state(0, two, two, two, 0, 0)
-    with pytest.raises(ConfigError, match="negative"):
-        manager.load_filter_state(0, one, -one, one, 0, 0)
-    run(manager, [5])
-    with pytest.raises(ConfigError, match="holds 1 keys"):
-        manager.load_filter_state(0, one, one, one, 0, 9)
-    run(manager, [5])
-    with pytest.raises(ConfigError, match="before this manager's step"):
-        manager.load_filter_state(0, one, one, one, 0, 1)
-    manager.plan(one, np.array([0, 1]))
-    with pytest.raises(PlanError):
-        manager.load_filter_state(0, one, one, one, 0, 9)
-
-
 def test_an_empty_filter():
     waiting = FeatureFilter(AdmitAndEvictConfig(admit_threshold=2), 0)
     assert len(waiting) == 0 and waiting.newest == NEVER and waiting.nbytes >= 0
@@ -337,6 +303,41 @@ def test_what_a_sweep_killed_is_dead_at_once_and_taken_away_later():
         assert manager.stats()[0]["evicted"] == known
         assert len(left) < 500
     assert left == sorted(left, reverse=True) and len(left) >= known - 1 and len(table) == 1
+
+
+@pytest.mark.parametrize("isa", ["baseline", "auto"])
+@pytest.mark.parametrize("rows", [1, 63, 1024, 777_777])
+def test_a_pass_finds_exactly_the_dead_rows(isa, rows):
+    """Thousands of rows, with places that are free, resident or new among them, and timestamps at both ends."""
+    rng = np.random.default_rng(rows)
+    manager, table = make(700, evict_threshold=2**62, evict_step_interval=1000, sweep_rows=rows)
+    _set_isa(manager, isa)
+    keys = rng.permutation(6000)
+    at = table.insert(keys)
+    last = rng.choice([NEVER, -2, -1, 0, 2**62 - 1], len(keys), p=[0.1, 0.2, 0.2, 0.4, 0.1])
+    counted = rng.random(len(keys)) < 0.9  # the others are rows that training has not met
+    table.write_columns(at, counted.astype(np.int64), last)
+    table.erase(keys[:1500])
+    for first in range(2000, 3500, 500):  # these become residents, some with their own old timestamps
+        run(manager, keys[first : first + 500].tolist(), last[first : first + 500].tolist())
+    manager.start_at(999)
+    run(manager, [keys[5999]], [2**62 - 1])  # the cut-off is -1
+    counted[2000:3500], last[5999] = True, 0
+    stays = (np.arange(len(keys)) >= 1500) & ((last >= -1) | ~counted)
+    for _ in range(20000):
+        if not manager.export_filter(0)["sweeping"]:
+            break
+        run(manager, [], [])
+    assert (table.find(keys) >= 0).tolist() == stays.tolist()
+    assert manager.stats()[0]["evicted"] == 4500 - stays.sum() > 500
+    manager.check()
+
+
+def test_steps_do_not_go_back():
+    manager, _ = make(admit_threshold=2)
+    run(manager, [5])
+    with pytest.raises(ConfigError, match="before this manager's step 1"):
+        manager.start_at(0)
 
 
 def test_a_dead_key_starts_anew_before_the_pass_has_come_to_it():

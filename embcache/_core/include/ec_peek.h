@@ -283,28 +283,4 @@ static int64_t ec_side_forget_waiting(ec_side *s, const int64_t *keys, int64_t n
     return forgotten;
 }
 
-/* Sets counters: of keys with a row beside the slot or in the host columns, of others in the filter, which must be
- * empty. Keys must be distinct. EC_NOMEM and EC_LIMIT change nothing. */
-static int ec_side_load(ec_side *s, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n, int64_t newest) {
-    const int status = ec_filter_reserve(s->filter, n);
-    if (status != EC_OK) return status;
-    for (int64_t i = 0; i < n; i++) {
-        const uint64_t hash = ec_hash(keys[i]);
-        const int64_t slot = ec_index_find(&s->cache.index, keys[i], hash);
-        const ec_partition *p = ec_table_partition(s->table, hash);
-        const int64_t local = ec_index_find(&p->index, keys[i], hash);
-        if (slot >= 0) {
-            s->cache.slots[slot].freq = counts[i];
-            s->cache.slots[slot].last = last[i];
-        } else if (local >= 0) {
-            *ec_table_freq(s->table, ec_partition_row(p, local)) = counts[i];
-            *ec_table_ts(s->table, ec_partition_row(p, local)) = last[i];
-        } else if (counts[i] > 0) {
-            ec_filter_add(s->filter, keys[i], hash, counts[i], last[i]);
-        }
-    }
-    s->filter->newest = newest;
-    return EC_OK;
-}
-
 #endif

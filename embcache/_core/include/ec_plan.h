@@ -180,7 +180,14 @@ static void ec_plan_finish(ec_side *s, ec_part *p) {
         if (i + 16 < p->touches.size) EC_PREFETCH_WRITE(&s->cache.seats[EC_TOUCH(p, i + 16).slot]);
         ec_cache_unpin(&s->cache, EC_TOUCH(p, i).slot);
     }
-    for (int64_t i = 0; i < p->deaths.size; i++) ec_limbo_release(&s->cache, EC_DEATH(p, i).kill.limbo);
+    for (int64_t i = 0; i < p->deaths.size; i++) {
+        if (i + 16 < p->deaths.size) {
+            const int64_t row = EC_GONE(&s->cache, EC_DEATH(p, i + 16).kill.limbo).row;
+            EC_PREFETCH_WRITE(ec_table_key(s->table, row));
+            EC_PREFETCH_WRITE(ec_table_flags(s->table, row));
+        }
+        ec_limbo_release(&s->cache, EC_DEATH(p, i).kill.limbo);
+    }
     if (p->swept) ec_filter_sweep_finished(s->filter, p->swept);
     ec_part_free(p);
 }

@@ -12,10 +12,16 @@
 
 #include <stdint.h>
 
+#include "ec_isa.h"
 #include "ec_work.h"
+
+#if EC_HAS_AVX2_CLONE
+#include <immintrin.h>
+#endif
 
 #define EC_AHEAD 16           /* prefetch distance of look-ups and of the policy's list */
 #define EC_BURY_COST 64       /* a key taken away costs as much as this many places looked at */
+#define EC_BURY_TOGETHER 1024 /* dead rows that are found before they are taken away */
 #define EC_DIGIT_BITS 16
 #define EC_DIGITS ((size_t)1 << EC_DIGIT_BITS)
 
@@ -37,41 +43,97 @@ static int ec_pass_slots(ec_side *s, ec_part *p, int64_t step, int64_t *budget) 
     return EC_OK;
 }
 
-/* Host rows that are not resident and below the cut-off, of a run that is contiguous in every column. */
-static inline int64_t ec_pass_candidates(const ec_table *t, int64_t row, int64_t n, int64_t cutoff, uint16_t *found) {
-    const uint8_t *flags = ec_table_flags(t, row);
-    const int64_t *last = ec_table_ts(t, row);
-    int64_t some = 0, got = 0;
-    for (int64_t i = 0; i < n; i++) some += (last[i] < cutoff) & ((flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE);
-    for (int64_t i = 0; some > 0 && i < n; i++) {
-        found[got] = (uint16_t)i;
-        got += (last[i] < cutoff) & ((flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE);
+/* Which of 64 timestamps are below the cut-off, a bit each. A clone of either kind reads timestamps and nothing else, so
+ * that a run without any dead costs one look at this column. */
+EC_INLINE uint64_t ec_pass_old_baseline(const int64_t *last, int64_t cutoff) {
+    uint64_t old = 0;
+    for (int i = 0; i < 64; i++) old |= (uint64_t)(last[i] < cutoff) << i;
+    return old;
+}
+
+static __attribute__((noinline)) void ec_pass_words_baseline(const int64_t *last, int64_t words, int64_t cutoff, uint64_t *old) {
+    for (int64_t i = 0; i < words; i++) old[i] = ec_pass_old_baseline(last + 64 * i, cutoff);
+}
+
+#if EC_HAS_AVX2_CLONE
+static __attribute__((noinline)) EC_TARGET_AVX2 void ec_pass_words_avx2(const int64_t *last, int64_t words, int64_t cutoff, uint64_t *old) {
+    const __m256i limit = _mm256_set1_epi64x(cutoff);
+    for (int64_t i = 0; i < words; i++, last += 64) {
+        uint64_t bits = 0;
+        for (int j = 0; j < 16; j++) {
+            const __m256i below = _mm256_cmpgt_epi64(limit, _mm256_loadu_si256((const __m256i *)(last + 4 * j)));
+            bits |= (uint64_t)_mm256_movemask_pd(_mm256_castsi256_pd(below)) << 4 * j;
+        }
+        old[i] = bits;
     }
+}
+#else
+#define ec_pass_words_avx2 ec_pass_words_baseline
+#endif
+
+/* Which of 64 rows, of those with a bit in `old`, are live and not resident. */
+static inline uint64_t ec_pass_at_home(const uint8_t *flags, uint64_t old) {
+    uint64_t found = 0;
+    for (; old; old &= old - 1) {
+        const int i = __builtin_ctzll(old);
+        found |= (uint64_t)((flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE) << i;
+    }
+    return found;
+}
+
+/* Host rows `first` .. first + n - 1, of one extent, that are not resident and below the cut-off. Returns how many. */
+static inline int64_t ec_pass_candidates(const ec_table *t, int64_t first, int64_t n, int64_t cutoff, int avx2, int64_t *found) {
+    const uint8_t *flags = ec_table_flags(t, first);
+    const int64_t *last = ec_table_ts(t, first);
+    uint64_t old[EC_EXTENT_ROWS / 64];
+    int64_t got = 0;
+    EC_CLONE_OF(ec_pass_words, avx2)(last, n / 64, cutoff, old);
+    for (int64_t word = 0; word < n / 64; word++) {
+        if (!old[word]) continue;
+        for (uint64_t rest = ec_pass_at_home(flags + 64 * word, old[word]); rest; rest &= rest - 1)
+            found[got++] = first + 64 * word + __builtin_ctzll(rest);
+    }
+    for (int64_t i = n / 64 * 64; i < n; i++)
+        if (last[i] < cutoff && (flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE) found[got++] = first + i;
     return got;
 }
 
-static int ec_pass_rows(ec_side *s, ec_part *p, int64_t step, int64_t *budget) {
+/* Takes away those of `rows` that are dead: key and counters of a row are asked for two windows ahead, its bucket one. */
+static int ec_pass_bury(ec_side *s, ec_part *p, int64_t step, const int64_t *rows, int64_t n) {
     ec_table *t = s->table;
-    ec_pass *pass = &s->filter->pass;
-    uint16_t found[EC_EXTENT_ROWS];
-    while (pass->at < t->row_limit && *budget > 0) {
-        const int64_t first = pass->at;
-        int64_t n = EC_EXTENT_ROWS - (first & (EC_EXTENT_ROWS - 1));
-        if (n > t->row_limit - first) n = t->row_limit - first;
-        if (n > *budget) n = *budget;
-        const int64_t some = ec_pass_candidates(t, first, n, pass->cutoff, found);
-        for (int64_t i = 0; i < some; i++) {
-            if (i + EC_AHEAD < some) {
-                const uint64_t hash = ec_hash(*ec_table_key(t, first + found[i + EC_AHEAD]));
-                ec_index_prefetch(&ec_table_partition(t, hash)->index, hash);
-            }
-            const int64_t row = first + found[i], key = *ec_table_key(t, row);
-            if (!ec_side_row_dead(s, row)) continue;
-            if (ec_side_kill_row(s, p, key, ec_hash(key), row, *ec_table_ts(t, row), step) != EC_OK) return EC_NOMEM;
-            *budget -= EC_BURY_COST;
+    for (int64_t i = 0; i < n + 2 * EC_AHEAD; i++) {
+        if (i < n) {
+            EC_PREFETCH_WRITE(ec_table_key(t, rows[i]));
+            EC_PREFETCH_READ(ec_table_freq(t, rows[i]));
         }
-        pass->at += n;
-        *budget -= n;
+        if (i >= EC_AHEAD && i - EC_AHEAD < n) {
+            const uint64_t hash = ec_hash(*ec_table_key(t, rows[i - EC_AHEAD]));
+            ec_index_prefetch(&ec_table_partition(t, hash)->index, hash);
+        }
+        if (i < 2 * EC_AHEAD) continue;
+        const int64_t row = rows[i - 2 * EC_AHEAD], key = *ec_table_key(t, row);
+        if (!ec_side_row_dead(s, row)) continue;
+        if (ec_side_kill_row(s, p, key, ec_hash(key), row, *ec_table_ts(t, row), step) != EC_OK) return EC_NOMEM;
+    }
+    return EC_OK;
+}
+
+static int ec_pass_rows(ec_side *s, ec_part *p, int64_t step, int avx2, int64_t *budget) {
+    const ec_table *t = s->table;
+    ec_pass *pass = &s->filter->pass;
+    int64_t found[EC_BURY_TOGETHER + EC_EXTENT_ROWS];
+    while (pass->at < t->row_limit && *budget > 0) {
+        int64_t some = 0;
+        while (pass->at < t->row_limit && *budget > 0 && some < EC_BURY_TOGETHER) { /* enough of them to look ahead */
+            int64_t n = EC_EXTENT_ROWS - (pass->at & (EC_EXTENT_ROWS - 1));
+            if (n > t->row_limit - pass->at) n = t->row_limit - pass->at;
+            if (n > *budget) n = *budget;
+            const int64_t more = ec_pass_candidates(t, pass->at, n, pass->cutoff, avx2, found + some);
+            some += more;
+            pass->at += n;
+            *budget -= n + more * EC_BURY_COST;
+        }
+        if (ec_pass_bury(s, p, step, found, some) != EC_OK) return EC_NOMEM;
     }
     return EC_OK;
 }
@@ -98,7 +160,7 @@ static int ec_pass_slice(ec_work *w, int64_t t, int64_t budget) {
                             : pass->region == EC_PASS_ROWS ? s->table->row_limit
                                                            : s->filter->entries.size;
         const int status = pass->region == EC_PASS_SLOTS ? ec_pass_slots(s, p, w->step, &budget)
-                           : pass->region == EC_PASS_ROWS ? ec_pass_rows(s, p, w->step, &budget)
+                           : pass->region == EC_PASS_ROWS ? ec_pass_rows(s, p, w->step, w->avx2, &budget)
                                                           : ec_pass_entries(s, p, &budget);
         if (status != EC_OK) return status;
         if (pass->at < end) break;

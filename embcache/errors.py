@@ -127,7 +127,53 @@ class DiskFullError(StorageError):
 
 
 class CorruptionError(EmbCacheError):
-    """Stored bytes do not match their digest."""
+    """Stored bytes do not match their digest, or are not what was written.
+
+    Attributes
+    ----------
+    generation : int or None
+        Of the checkpoint that is damaged; None where it is none, or not known.
+    table : str or None
+        The table whose bytes these are.
+    chunk : int or None
+        Number of the chunk of that table.
+    expected, found : str or None
+        Digests in hexadecimal digits.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        generation: int | None = None,
+        table: str | None = None,
+        chunk: int | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.generation = generation
+        self.table = table
+        self.chunk = chunk
+        self.expected = expected
+        self.found = found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (
+            _rebuild_corruption_error,
+            (str(self), self.generation, self.table, self.chunk, self.expected, self.found),
+        )
+
+
+def _rebuild_corruption_error(
+    message: str,
+    generation: int | None,
+    table: str | None,
+    chunk: int | None,
+    expected: str | None,
+    found: str | None,
+) -> CorruptionError:
+    return CorruptionError(message, generation=generation, table=table, chunk=chunk, expected=expected, found=found)
 
 
 class FormatVersionError(EmbCacheError):

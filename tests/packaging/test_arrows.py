@@ -20,6 +20,7 @@ LAYERS = [
     ["errors"],
     ["rowtypes"],
     ["_core", "config"],
+    ["checkpoint"],
     ["budget", "filterfile", "table"],
     ["features", "hostmemory", "lookup", "replay"],
     ["devices", "layout"],
@@ -31,7 +32,7 @@ LAYERS = [
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Packages: their files import each other and what is below the package.
-FOLDERS = {"devices"}
+FOLDERS = {"checkpoint", "devices"}
 TORCH = {"features", "hostmemory", "lookup", "devices", "layout", "buffer", "optim", "manager", "fused", "modules"}
 
 

@@ -1,0 +1,56 @@
+"""Checkpoints: generations of tables on disk, each whole or absent. No torch.
+
+The three steps of a save, on any number of ranks::
+
+    writer = Writer(path, rank, world)                   # holds the rank's folder until it is closed
+    generation = writer.begin(generation, parent=None)   # a delta names the generation that it changes
+    writer.table(description, whole=None, metadata={})   # also of a table without rows
+    writer.write_rows(description, keys, weights, state, frequencies, timestamps)   # in pieces, NumPy arrays
+    writer.write_erased(description, keys)               # of a delta
+    writer.write_filter(description, keys, counts, last, late, numbers)             # keys that wait for admission
+    writer.write_state(name, content)                    # the caller's bytes: safetensors, JSON
+    writer.commit()                                      # durable, not visible yet
+    publish(path, generation, world)                     # one rank, after all have committed: now it exists
+    writer.close()
+
+and of a restore::
+
+    with Reader(path, generation=None, rank, world) as reader:      # the newest generation that holds
+        reader.generation, reader.skipped, reader.tables, reader.metadata
+        for rows in reader.rows(name): ...               # each key of the rank's vshards once, with its newest row
+        reader.filter(name); reader.state(name)
+
+`generations`, `prune` and `verify` work on a whole directory. What lies where: docs/format.md.
+
+Invariants: nothing that was published is ever changed in place; a generation exists from the moment its manifest appears
+under its name; bytes that do not match their digest are named and never handed out; no number is used twice.
+"""
+
+from __future__ import annotations
+
+from .description import TableDescription
+from .files import Files
+from .generations import GenerationInfo, delta_pays, generations, prune
+from .manifest import publish
+from .names import next_generation, vshards_of
+from .reader import FilterState, Reader, Rows
+from .verify import Finding, verify
+from .writer import Writer
+
+__all__ = [
+    "Files",
+    "FilterState",
+    "Finding",
+    "GenerationInfo",
+    "Reader",
+    "Rows",
+    "TableDescription",
+    "Writer",
+    "delta_pays",
+    "generations",
+    "next_generation",
+    "prune",
+    "publish",
+    "verify",
+    "vshards_of",
+]

@@ -1,0 +1,177 @@
+"""The generations of a directory: listing them, and pruning those that nobody needs.
+
+Pruning unlinks manifests first, so that a generation is whole until it is absent; segments follow. A generation that a kept
+delta needs is kept with it. Whatever cannot be removed now, since a writer is at work there, its next `begin` removes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ..errors import ConfigError, CorruptionError, FormatVersionError, LockedError, shown, whole_number
+from . import catalogue
+from .files import Files, refusals
+from .lock import RankLock
+from .manifest import Manifest, read_manifest
+from .names import abandoned_manifests, generations_in_rank, manifest_name, published, rank_name, ranks
+
+__all__ = ["GenerationInfo", "chain_of", "delta_pays", "generations", "prune"]
+
+_MOST_DELTAS = 256
+
+
+@dataclass(frozen=True)
+class GenerationInfo:
+    """A published generation.
+
+    Attributes
+    ----------
+    generation : int
+    kind : str
+        ``"full"``, ``"delta"``, or ``"unknown"`` where the manifest is damaged.
+    parent : int or None
+        What a delta changes.
+    world : int
+        Number of ranks that wrote it.
+    bytes : int
+        Of its own files, not its parents'.
+    tables : dict
+        Name -> rows in this generation.
+    created : float
+        Seconds since 1970.
+    problem : str or None
+        Why it cannot be restored, as far as manifests and lengths tell; `verify` reads everything.
+    """
+
+    generation: int
+    kind: str
+    parent: int | None
+    world: int
+    bytes: int
+    tables: dict[str, int]
+    created: float
+    problem: str | None = None
+
+
+def generations(path: str | os.PathLike[str]) -> list[GenerationInfo]:
+    """The generations at `path`, the oldest first; empty where there is no checkpoint.
+
+    Manifests and the lengths of files are looked at, chunks are not.
+    """
+    path = os.path.abspath(os.fspath(path))
+    found: dict[int, GenerationInfo] = {}
+    for number in published(path):
+        try:
+            manifest = read_manifest(path, number)
+        except (CorruptionError, FormatVersionError) as error:
+            found[number] = GenerationInfo(number, "unknown", None, 0, 0, {}, 0.0, str(error))
+            continue
+        problem = _problem(path, manifest, found)
+        tables = {name: int(table["rows"]) for name, table in manifest.tables.items()}
+        found[number] = GenerationInfo(
+            number, manifest.kind, manifest.parent, manifest.world, manifest.bytes, tables, manifest.created, problem
+        )
+    return list(found.values())
+
+
+def _problem(path: str, manifest: Manifest, older: dict[int, GenerationInfo]) -> str | None:
+    try:
+        for part in manifest.ranks:
+            part.check_lengths(path, manifest.generation)
+    except CorruptionError as error:
+        return str(error)
+    if manifest.parent is None:
+        return None
+    if manifest.parent not in older:
+        return f"its parent {manifest.parent} is missing"
+    above = older[manifest.parent].problem
+    return None if above is None else f"its parent {manifest.parent}: {above}"
+
+
+def chain_of(path: str, generation: int) -> list[Manifest]:
+    """Manifests of a generation and its parents, the newest first. `CorruptionError`, `ConfigError` where one is not there."""
+    chain = [read_manifest(path, generation)]
+    while (parent := chain[-1].parent) is not None:
+        chain.append(read_manifest(path, parent))
+    return chain
+
+
+def delta_pays(path: str, parent: int, delta_bytes: int, full_bytes: int) -> bool:
+    """Whether a delta of `delta_bytes` on `parent` is better than a new full generation of `full_bytes`.
+
+    A restore reads the whole chain, so deltas pay until they come to as much as a full generation costs.
+    """
+    deltas = chain_of(path, parent)[:-1]
+    return len(deltas) < _MOST_DELTAS and sum(manifest.bytes for manifest in deltas) + delta_bytes <= full_bytes
+
+
+def prune(path: str | os.PathLike[str], keep: int, *, files: Files | None = None) -> list[int]:
+    """Remove all but the `keep` newest generations, and those that these need.
+
+    Parameters
+    ----------
+    path : path
+    keep : int
+        >= 1.
+
+    Returns
+    -------
+    list of int
+        The generations that were removed.
+
+    Raises
+    ------
+    ConfigError
+        `keep` is no integer >= 1.
+    StorageError
+        The system refused; what was removed is, the rest is whole.
+    """
+    path, files = os.path.abspath(os.fspath(path)), files or Files()
+    number = whole_number(keep)
+    if number is None or number < 1:
+        raise ConfigError(f"prune: keep = {shown(keep)}; give an integer >= 1")
+    held = published(path)
+    needed = set(held[-number:])
+    for generation in held[-number:]:
+        try:
+            needed.update(manifest.generation for manifest in chain_of(path, generation))
+        except (CorruptionError, ConfigError, FormatVersionError):
+            needed.update(held)  # what a damaged generation needs is not known: nothing older goes
+            break
+    gone = [generation for generation in held if generation not in needed]
+    with refusals(path, "pruning generations"):
+        for name in abandoned_manifests(path):
+            if held and int(name[9:25]) <= held[-1]:
+                files.unlink(os.path.join(path, name))
+        for generation in gone:
+            files.unlink(os.path.join(path, manifest_name(generation)))
+        if gone:
+            files.sync_folder(path)
+            for rank in ranks(path):
+                _unlink_files(os.path.join(path, rank_name(rank)), set(gone), files)
+    if gone:
+        for rank in ranks(path):
+            _forget(os.path.join(path, rank_name(rank)), needed, files)
+    return gone
+
+
+def _unlink_files(folder: str, gone: set[int], files: Files) -> None:
+    for generation, names in generations_in_rank(folder).items():
+        for name in names if generation in gone else []:
+            files.unlink(os.path.join(folder, name))
+
+
+def _forget(folder: str, needed: set[int], files: Files) -> None:
+    """Drop the records of pruned generations, unless a writer is at work, whose commit does it."""
+    try:
+        lock = RankLock(folder, files)
+    except LockedError:
+        return
+    try:
+        catalogue.check(folder, named=True)
+        catalogue.write(folder, [], set(), needed, files)
+    except CorruptionError:
+        pass  # `verify` and the next writer say so; the space in it is lost either way
+    finally:
+        lock.release()

@@ -1,0 +1,351 @@
+"""`Reader`: the newest generation that holds, and the rows of the vshards that a rank owns.
+
+Owns the choice of the generation and the resolution of deltas: each live key comes out once, with its newest row. No row
+is handed out before the digest of its chunk was checked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._core.digest import hash_keys
+from ..errors import ConfigError, CorruptionError, EmbCacheError
+from .chunk import ERASED, LATE, ROWS, WAITING, ChunkBuffer
+from .description import TableDescription
+from .level import Catalogues, ChunkPlace, Level, LevelTable, open_chain
+from .names import VSHARDS, check_rank, published, vshards_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["FilterState", "Reader", "Rows"]
+
+_WINDOW_KEYS = 8 << 20  # changed keys that are held in memory at a time, 8 bytes each
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a table. The arrays are the reader's: valid until it is asked for the next ones.
+
+    Attributes
+    ----------
+    keys : int64 (n,)
+    weights : (n, dim)
+        As the table keeps them: float32, float16, or for bfloat16 its bits as int16.
+    state : float32 (n, state_dim)
+    frequencies, timestamps : int64 (n,), or None where the table has no filter
+    """
+
+    keys: npt.NDArray[np.int64]
+    weights: npt.NDArray[Any]
+    state: npt.NDArray[np.float32]
+    frequencies: npt.NDArray[np.int64] | None
+    timestamps: npt.NDArray[np.int64] | None
+
+
+@dataclass(frozen=True)
+class FilterState:
+    """A filter's waiting keys in the reader's vshards, sorted by key, and its numbers, one dict for each writer.
+
+    Attributes
+    ----------
+    keys, counts, last, late : int64 arrays
+    numbers : list of dict
+    """
+
+    keys: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+    late: npt.NDArray[np.int64]
+    numbers: list[dict[str, Any]]
+
+
+class Reader:
+    """Reads one generation of a checkpoint, or one rank's share of it.
+
+    Parameters
+    ----------
+    path : path
+    generation : int, optional
+        Default: the newest that holds.
+    rank, world : int
+        Whose vshards to read; any number of readers, whatever number of writers there was.
+    check : {"chunks", "catalogue"}
+        ``"chunks"``: a generation holds if every chunk of it that this rank is going to read does, which is found out by
+        reading them all now. ``"catalogue"``: if its manifest, its catalogues and the lengths of its files do; a damaged chunk
+        then raises when it is read, so whoever fills something must be able to throw it away.
+
+    Attributes
+    ----------
+    generation : int
+    chain : list of int
+        The generations it is made of: a full one, then deltas; `generation` is the last.
+    skipped : list of (int, str)
+        Newer generations that do not hold, with the reason.
+    stats : dict
+        ``chunks``, ``bytes``, ``rows_read``, and ``rows_kept`` of these: the others are of other ranks' vshards, or older
+        than a delta's.
+
+    Raises
+    ------
+    ConfigError
+        There is no checkpoint at `path`, or not that generation.
+    CorruptionError
+        The wanted generation does not hold, or none does; the message lists the reasons.
+
+    Notes
+    -----
+    What is open does not change: generations that are published or pruned meanwhile are not seen. Thread safety: one
+    thread at a time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        generation: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        check: str = "chunks",
+    ) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self.rank, self.world = check_rank("Reader", rank, world)
+        if check not in ("chunks", "catalogue"):
+            raise ConfigError(f"Reader: check = {check!r}; give 'chunks' or 'catalogue'")
+        self.vshards = vshards_of(self.rank, self.world)
+        self.skipped: list[tuple[int, str]] = []
+        self.stats = {"chunks": 0, "bytes": 0, "rows_read": 0, "rows_kept": 0}
+        self._buffer = ChunkBuffer()
+        self._levels: list[Level] = []  # the newest first
+        catalogues = Catalogues(self.path)
+        try:
+            self._choose(generation, check == "chunks", catalogues)
+        finally:
+            catalogues.close()
+        self.generation = self._levels[0].generation
+        self.chain = [level.generation for level in reversed(self._levels)]
+
+    def _choose(self, generation: int | None, chunks: bool, catalogues: Catalogues) -> None:
+        held = published(self.path)
+        if generation is None and not held:
+            raise ConfigError(f"{self.path}: holds no checkpoint; save one there, or give another path")
+        for number in reversed(held) if generation is None else [generation]:
+            try:
+                self._levels = open_chain(self.path, number, catalogues)
+                if chunks:
+                    self.verify()
+                return
+            except EmbCacheError as error:
+                self.close()
+                if generation is not None:
+                    raise
+                self.skipped.append((number, str(error)))
+        reasons = "; ".join(f"{number}: {reason}" for number, reason in self.skipped)
+        raise CorruptionError(f"{self.path}: no generation holds: {reasons}", generation=self.skipped[0][0])
+
+    def verify(self) -> int:
+        """Check the digest of every chunk that this rank reads; returns their bytes. `CorruptionError` at the first damage."""
+        total = 0
+        for level in self._levels:
+            for place in level.chunks():
+                if place.kind > LATE or place.overlaps(self.vshards):
+                    level.read(place, self._buffer)
+                    total += place.length
+        return total
+
+    # --------------------------------------------------------------------------------------------------------- content
+
+    @property
+    def world_written(self) -> int:
+        """Number of ranks that wrote the generation."""
+        return self._levels[0].manifest.world
+
+    @property
+    def created(self) -> float:
+        """When the generation was committed: seconds since 1970."""
+        return self._levels[0].manifest.created
+
+    @property
+    def metadata(self) -> list[dict[str, Any]]:
+        """The caller's own JSON of the generation, one for each writer."""
+        return self._levels[0].metadata
+
+    @property
+    def tables(self) -> dict[str, TableDescription]:
+        """The tables of the generation, by name."""
+        return {name: table.description for name, table in self._levels[0].tables.items()}
+
+    def table_metadata(self, name: str) -> list[dict[str, Any]]:
+        """The caller's own JSON of a table, one for each writer."""
+        return self._table(name).metadata
+
+    @property
+    def state_names(self) -> list[str]:
+        """Names of the caller's bytes in the generation."""
+        return sorted(self._levels[0].blobs)
+
+    def state(self, name: str) -> bytes:
+        """The caller's bytes of that name; `ConfigError` where there are none."""
+        blobs = self._levels[0].blobs
+        if name not in blobs:
+            raise ConfigError(f"generation {self.generation} has no state {name!r}; it has {self.state_names}")
+        pieces = [self._read(self._levels[0], place)["bytes"].tobytes() for place in blobs[name]]
+        return b"".join(pieces)
+
+    def filter(self, name: str) -> FilterState | None:
+        """A filter's state, as the generation holds it; None where the table's was not written."""
+        table = self._table(name)
+        if not table.filter:
+            return None
+        waiting: list[list[npt.NDArray[np.int64]]] = []
+        late: list[npt.NDArray[np.int64]] = []
+        for place in self._own(table, WAITING, LATE):
+            columns = self._read(self._levels[0], place)
+            kept = self._mask(place, columns["keys"])
+            if place.kind == LATE:
+                late.append(columns["keys"][kept].copy())
+            else:
+                waiting.append([columns[what][kept].copy() for what in ("keys", "frequencies", "timestamps")])
+        none = np.empty(0, np.int64)
+        keys, counts, last = (np.concatenate([none, *(one[i] for one in waiting)]) for i in range(3))
+        order = np.argsort(keys, kind="stable")
+        return FilterState(
+            keys[order], counts[order], last[order], np.sort(np.concatenate([none, *late])), list(table.filter)
+        )
+
+    def erased(self, name: str) -> npt.NDArray[np.int64]:
+        """Keys, in this rank's vshards, that the newest delta says were erased since its parent: int64, sorted."""
+        pieces = [np.empty(0, np.int64)]
+        for place in self._own(self._table(name), ERASED):
+            keys = self._read(self._levels[0], place)["keys"]
+            pieces.append(keys[self._mask(place, keys)].copy())
+        return np.unique(np.concatenate(pieces))
+
+    def rows_bound(self, name: str) -> int:
+        """A number of rows that the table's does not exceed: those of all levels. For room in advance."""
+        return sum(place.rows for level in self._of(name) for place in self._own(level.tables[name], ROWS))
+
+    def rows(self, name: str) -> Iterator[Rows]:
+        """All rows of a table in this rank's vshards, each key once with its newest row, some at a time.
+
+        Raises
+        ------
+        ConfigError
+            There is no such table.
+        CorruptionError
+            A chunk does not match its digest.
+        """
+        levels = self._of(name)
+        changed = sum(p.rows for level in levels[:-1] for p in self._own(level.tables[name], ROWS, ERASED))
+        windows = max(1, -(-changed // _WINDOW_KEYS))
+        low, high = self.vshards
+        windows = min(windows, high - low)
+        for i in range(windows):
+            window = (low + (high - low) * i // windows, low + (high - low) * (i + 1) // windows)
+            yield from self._rows_of_window(name, levels, window)
+
+    # ---------------------------------------------------------------------------------------------------------- levels
+
+    def _rows_of_window(self, name: str, levels: list[Level], window: tuple[int, int]) -> Iterator[Rows]:
+        """The same for keys of some vshards: from the newest level to the oldest, without keys that a newer level has."""
+        newer = np.empty(0, np.int64)
+        for depth, level in enumerate(levels):
+            here = [newer]
+            for place in self._own(level.tables[name], ROWS, ERASED, vshards=window):
+                columns = self._read(level, place)
+                kept = self._mask(place, columns["keys"], window)
+                if depth + 1 < len(levels):  # before a row is handed out: the caller may use the reader meanwhile
+                    here.append(columns["keys"][kept].copy())
+                if place.kind == ROWS:
+                    if len(newer):
+                        kept = _without(columns["keys"], newer, kept)
+                    rows = self._take(columns, kept)
+                    if len(rows.keys):
+                        yield rows
+            newer = np.unique(np.concatenate(here)) if depth + 1 < len(levels) else newer
+
+    def _take(self, columns: dict[str, npt.NDArray[Any]], kept: npt.NDArray[np.bool_] | slice) -> Rows:
+        picked = {what: array[kept] for what, array in columns.items()}
+        keys = picked["keys"]
+        self.stats["rows_read"] += len(columns["keys"])
+        self.stats["rows_kept"] += len(keys)
+        state = picked.get("state", np.empty((len(keys), 0), np.float32))
+        return Rows(keys, picked["weights"], state, picked.get("frequencies"), picked.get("timestamps"))
+
+    def _table(self, name: str) -> LevelTable:
+        table = self._levels[0].tables.get(name) if self._levels else None
+        if table is None:
+            raise ConfigError(
+                f"generation {self.generation} has no table {name!r}; it has {', '.join(map(repr, sorted(self.tables)))}"
+            )
+        return table
+
+    def _of(self, name: str) -> list[Level]:
+        """The levels that a table is made of, the newest first: up to the one that holds it whole."""
+        description = self._table(name).description
+        found: list[Level] = []
+        for level in self._levels:
+            table = level.tables.get(name)
+            if table is None:
+                raise CorruptionError(
+                    f"generation {level.generation}: lacks table {name!r}, whose changes generation {found[-1].generation} has",
+                    generation=level.generation,
+                    table=name,
+                )
+            description.refuse_change(table.description)
+            found.append(level)
+            if table.whole:
+                break
+        return found
+
+    def _own(self, table: LevelTable, *kinds: int, vshards: tuple[int, int] | None = None) -> Iterator[ChunkPlace]:
+        wanted = vshards or self.vshards
+        return (place for place in table.chunks if place.kind in kinds and place.overlaps(wanted))
+
+    def _mask(
+        self, place: ChunkPlace, keys: npt.NDArray[np.int64], vshards: tuple[int, int] | None = None
+    ) -> npt.NDArray[np.bool_] | slice:
+        """Which keys are of the wanted vshards."""
+        low, high = vshards or self.vshards
+        if low <= place.vshard_from and place.vshard_to <= high:
+            return slice(None)
+        mine = hash_keys(keys) >> np.uint64(64 - VSHARDS.bit_length() + 1)
+        return (mine >= np.uint64(low)) & (mine < np.uint64(high))
+
+    def _read(self, level: Level, place: ChunkPlace) -> dict[str, npt.NDArray[Any]]:
+        _, columns = level.read(place, self._buffer)
+        self.stats["chunks"] += 1
+        self.stats["bytes"] += place.length
+        return columns
+
+    # ------------------------------------------------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Close the files; again does nothing."""
+        for level in self._levels:
+            level.close()
+        self._levels = []
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _without(
+    keys: npt.NDArray[np.int64], newer: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_] | slice
+) -> npt.NDArray[np.bool_]:
+    """Those of `kept` whose keys are not in the sorted array `newer`."""
+    at = np.searchsorted(newer, keys)
+    at[at == len(newer)] = 0
+    fresh = newer[at] != keys
+    return fresh if isinstance(kept, slice) else fresh & kept

@@ -105,6 +105,7 @@ cdef extern from "ec_work.h":
         int64_t n
         int64_t sweep_rows
         int avx2
+        double bracket
         const uint8_t *clicked
         ec_side *sides
         ec_part *parts
@@ -126,6 +127,9 @@ cdef extern from "ec_work.h":
     void ec_work_free(ec_work *w) noexcept nogil
     int ec_arrays_reserve(ec_work *w) noexcept nogil
     void ec_arrays_out_offsets(ec_work *w) noexcept nogil
+
+cdef extern from "ec_select.h":
+    const double EC_SELECT_BRACKET
 
 cdef extern from "ec_phases.h":
     const int64_t EC_BEAR_ALONE

@@ -151,6 +151,7 @@ cdef class SwapManager:
             raise ConfigError(f"sweep_rows = {sweep_rows!r}; give an integer of 1 or more")
         self.work.sweep_rows = slice_rows
         self.work.avx2 = ec_cpu_has_avx2()
+        self.work.bracket = EC_SELECT_BRACKET
         if count == 0:
             raise ConfigError("tables: none given; a SwapManager needs at least one")
         if len(capacities) != count or len(configs) != count:
@@ -1326,3 +1327,8 @@ def _set_isa(SwapManager manager, str isa):
     """For tests: the clone of a sweep's pass over timestamps, "baseline" or "auto". Returns the one in use from now on."""
     manager.work.avx2 = isa != "baseline" and ec_cpu_has_avx2()
     return "avx2" if manager.work.avx2 else "baseline"
+
+
+def _set_bracket(SwapManager manager, double bracket):
+    """For tests: brackets of selections that miss more often (0), or are too wide (10)."""
+    manager.work.bracket = bracket

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embcache._core.filter import FeatureFilter
-from embcache._core.swap import SwapManager, _set_isa
+from embcache._core.swap import SwapManager, _set_bracket, _set_isa
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig
 from embcache.errors import ConfigError, PinnedKeyError
@@ -210,6 +210,21 @@ def test_the_floor_among_many_timestamps(keep):
         expected = sorted(set(alive.tolist()))
         assert sorted(set(manager.filter_state(0)["last"].tolist())) == expected[-len(expected) :]
     assert len(table) == min(max(keep, 1), 3000)
+
+
+@pytest.mark.parametrize("bracket", [0.0, 2.0, 10.0])
+@pytest.mark.parametrize("keep", [1, 9000, 14321, 19998])
+def test_the_floor_of_a_large_table_whatever_the_sample_says(bracket, keep):
+    rng = np.random.default_rng(keep)
+    manager, table = make(64, evict_threshold=1, evict_step_interval=1000, evict_keep_min=keep)
+    _set_bracket(manager, bracket)
+    keys = rng.permutation(20000)
+    last = rng.integers(-3000, 0, len(keys))
+    table.write_columns(table.insert(keys), np.ones(len(keys), np.int64), last)
+    manager.start_at(999)
+    run(manager, [20000], [5])  # all are too old, and it is born after the sweep
+    oldest = np.sort(last)[-keep]
+    assert (table.find(keys) >= 0).tolist() == (last >= oldest).tolist()
 
 
 # ------------------------------------------------------------------------------------------------- pins, undo, rows by hand

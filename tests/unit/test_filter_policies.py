@@ -8,7 +8,7 @@ import torch
 
 import embcache as ec
 from embcache._core.filter import FeatureFilter
-from embcache._core.swap import SwapManager, _fail_allocation
+from embcache._core.swap import SwapManager, _fail_allocation, _set_bracket
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig, ShowClick
 from embcache.errors import ConfigError, HostMemoryError, PlanError
@@ -286,6 +286,46 @@ def test_cancel_takes_counts_and_a_turn_of_the_sketch_back():
 
 
 # -------------------------------------------------------------------------------------------------------- the whole state
+
+
+@pytest.mark.parametrize("bracket", [0.0, 2.0, 10.0])
+@pytest.mark.parametrize("values", [3, 2**40])
+def test_the_lowest_of_many_are_evicted_whatever_the_sample_says(bracket, values):
+    """Slots, host rows and waiting keys by the ten thousand, most of them ties or none: scores, then keys, decide."""
+    rng = np.random.default_rng(values)
+    config = AdmitAndEvictConfig(
+        admit_threshold=2.0**50,
+        evict_step_interval=1000,
+        policy="show_click",
+        show_click=ShowClick(score_decay=0.5, evict_percentage=0.37),
+    )
+    table = Table("t", 1, with_filter=True)
+    manager = SwapManager([table], [1000], [config], num_threads=1)
+    _set_bracket(manager, bracket)
+    keys = rng.integers(-(2**63), 2**63 - 1, 30000)
+    scores = rng.integers(1, values, len(keys), endpoint=True).astype(float)
+    at = table.insert(keys)
+    table.write_columns(at, scores.view(np.int64) + 1, np.zeros(len(at), np.int64))
+    table.erase(keys[:2000])
+    waiting = np.arange(20000)
+    waits = rng.integers(1, values, len(waiting), endpoint=True).astype(float)
+    state = manager.export_filter(0)
+    manager.import_filter(
+        0, {**state, "keys": waiting, "counts": waits.view(np.int64) + 1, "last": np.zeros(len(waiting), np.int64)}
+    )
+    run(manager, keys[5000:5900], clicked=np.zeros(900))  # shown once more, and resident
+    scores[5000:5900] += 1
+    manager.start_at(999)
+    run(manager, [], clicked=[])
+    living = np.arange(2000, 30000)
+    order = living[np.lexsort((keys[living], scores[living]))]
+    gone = order[: int(0.37 * len(living))]
+    assert (table.find(keys[gone]) == -1).all() and (table.find(keys[order[len(gone) :]]) >= 0).all()
+    left = np.sort(waiting[np.lexsort((waiting, waits))][int(0.37 * len(waiting)) :])
+    assert manager.export_filter(0)["keys"].tolist() == left.tolist()
+    assert manager.stats()[0]["evicted"] == len(gone) and manager.stats()[0]["forgotten"] == 7400
+    manager.check()
+
 
 CONFIGS = [
     {"admit_threshold": 3},

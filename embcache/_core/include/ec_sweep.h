@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #include "ec_isa.h"
-#include "ec_work.h"
+#include "ec_select.h"
 
 #if EC_HAS_AVX2_CLONE
 #include <immintrin.h>
@@ -22,8 +22,6 @@
 #define EC_AHEAD 16           /* prefetch distance of look-ups and of the policy's list */
 #define EC_BURY_COST 64       /* a key taken away costs as much as this many places looked at */
 #define EC_BURY_TOGETHER 1024 /* dead rows that are found before they are taken away */
-#define EC_DIGIT_BITS 16
-#define EC_DIGITS ((size_t)1 << EC_DIGIT_BITS)
 
 static inline int64_t ec_unique_count(const ec_work *w, int64_t at, int64_t begin, int64_t origin) {
     return w->end[at] - (at == begin ? origin : w->end[at - 1]);
@@ -98,9 +96,10 @@ static inline int64_t ec_pass_candidates(const ec_table *t, int64_t first, int64
     return got;
 }
 
-/* Takes away those of `rows` that are dead: key and counters of a row are asked for two windows ahead, its bucket one. */
-static int ec_pass_bury(ec_side *s, ec_part *p, int64_t step, const int64_t *rows, int64_t n) {
-    ec_table *t = s->table;
+/* Takes away host rows that are not resident; `by_time`: only those of them that are dead. Key and counters of a row are
+ * asked for two windows ahead, its bucket one. */
+static int ec_bury_rows(ec_side *s, ec_part *p, int64_t step, const int64_t *rows, int64_t n, int by_time) {
+    const ec_table *t = s->table;
     for (int64_t i = 0; i < n + 2 * EC_AHEAD; i++) {
         if (i < n) {
             EC_PREFETCH_WRITE(ec_table_key(t, rows[i]));
@@ -110,10 +109,9 @@ static int ec_pass_bury(ec_side *s, ec_part *p, int64_t step, const int64_t *row
             const uint64_t hash = ec_hash(*ec_table_key(t, rows[i - EC_AHEAD]));
             ec_index_prefetch(&ec_table_partition(t, hash)->index, hash);
         }
-        if (i < 2 * EC_AHEAD) continue;
-        const int64_t row = rows[i - 2 * EC_AHEAD], key = *ec_table_key(t, row);
-        if (!ec_side_row_dead(s, row)) continue;
-        if (ec_side_kill_row(s, p, key, ec_hash(key), row, *ec_table_ts(t, row), step) != EC_OK) return EC_NOMEM;
+        if (i < 2 * EC_AHEAD || (by_time && !ec_side_row_dead(s, rows[i - 2 * EC_AHEAD]))) continue;
+        const int64_t row = rows[i - 2 * EC_AHEAD], key = *ec_table_key(t, row), last = by_time ? *ec_table_ts(t, row) : 0;
+        if (ec_side_kill_row(s, p, key, ec_hash(key), row, last, step) != EC_OK) return EC_NOMEM;
     }
     return EC_OK;
 }
@@ -133,7 +131,7 @@ static int ec_pass_rows(ec_side *s, ec_part *p, int64_t step, int avx2, int64_t 
             pass->at += n;
             *budget -= n + more * EC_BURY_COST;
         }
-        if (ec_pass_bury(s, p, step, found, some) != EC_OK) return EC_NOMEM;
+        if (ec_bury_rows(s, p, step, found, some, 1) != EC_OK) return EC_NOMEM;
     }
     return EC_OK;
 }
@@ -187,184 +185,116 @@ static void ec_pass_share(ec_work *w) {
     w->slice = passes > 1 ? w->sweep_rows / passes + 1 : w->sweep_rows;
 }
 
-/* ---------------------------------------------------------------------------------------------------------- selection */
-
-/* A row of a table with its counters as they are in this batch. */
-typedef struct {
-    int64_t key;
-    int64_t freq, last;
-} ec_counted;
-
-/* Where the living rows of a table are found: its slots, its host rows, and the batch's own host rows, whose counters are
- * in the work. Place `at` runs over all of them; returns whether there is a row. */
-static inline int64_t ec_row_places(const ec_work *w, int64_t t) {
-    return w->sides[t].cache.capacity + w->sides[t].table->row_limit + w->parts[t].unique;
-}
-
-static inline int ec_row_place(const ec_work *w, int64_t t, int64_t at, ec_counted *row) {
-    const ec_side *s = &w->sides[t];
-    const int64_t capacity = s->cache.capacity, limit = s->table->row_limit;
-    if (at < capacity) {
-        const ec_slot *slot = &s->cache.slots[at];
-        if (s->cache.state[at] != EC_SLOT_LIVE || ec_side_slot_dead(s, slot)) return 0;
-        *row = (ec_counted){slot->key, slot->freq, slot->last};
-    } else if (at < capacity + limit) {
-        const int64_t r = at - capacity;
-        if ((*ec_table_flags(s->table, r) & (EC_LIVE | EC_RESIDENT)) != EC_LIVE || ec_side_row_dead(s, r)) return 0;
-        *row = (ec_counted){*ec_table_key(s->table, r), *ec_table_freq(s->table, r), *ec_table_ts(s->table, r)};
-    } else {
-        const int64_t u = w->offsets[t] + at - capacity - limit;
-        if (w->slot[u] >= 0 || w->row[u] < 0) return 0;
-        *row = (ec_counted){w->key[u], w->freq[u], w->last[u]};
-    }
-    return 1;
-}
-
-/* What is selected by: a value, then the key, both in the order of unsigned integers. */
-typedef struct {
-    uint64_t value, key;
-} ec_rank;
-
-/* The rank of what is at place `at`, or 0 where there is nothing to select from. */
-typedef int (*ec_rank_fn)(const ec_work *w, int64_t t, int64_t at, int64_t cutoff, ec_rank *rank);
-
-#define EC_UNSIGNED(number) ((uint64_t)(number) ^ ((uint64_t)1 << 63))
-#define EC_SIGNED(number) ((int64_t)((number) ^ ((uint64_t)1 << 63)))
-
-/* The nth smallest rank, n >= 1, by counting 16 bits at a time; `counts` is scratch. Keys are all different, so the rank
- * is one place's. O(8 * places), and no memory for the candidates. */
-static ec_rank ec_select(const ec_work *w, int64_t t, ec_rank_fn rank_of, int64_t places, int64_t cutoff, int64_t n, int64_t *counts) {
-    ec_rank found = {0, 0}, rank;
-    for (int part = 0; part < 2; part++) {
-        uint64_t prefix = 0;
-        for (int shift = 64 - EC_DIGIT_BITS; shift >= 0; shift -= EC_DIGIT_BITS) {
-            memset(counts, 0, EC_DIGITS * sizeof(int64_t));
-            for (int64_t at = 0; at < places; at++) {
-                if (!rank_of(w, t, at, cutoff, &rank) || (part == 1 && rank.value != found.value)) continue;
-                const uint64_t number = part == 0 ? rank.value : rank.key;
-                if (shift + EC_DIGIT_BITS < 64 && number >> (shift + EC_DIGIT_BITS) != prefix) continue;
-                counts[number >> shift & (EC_DIGITS - 1)]++;
-            }
-            uint64_t digit = 0;
-            while (counts[digit] < n) n -= counts[digit++];
-            prefix = prefix << EC_DIGIT_BITS | digit;
-        }
-        if (part == 0) found.value = prefix;
-        else found.key = prefix;
-    }
-    return found;
-}
-
-static inline int ec_rank_within(const ec_rank *rank, const ec_rank *most) {
-    return rank->value < most->value || (rank->value == most->value && rank->key <= most->key);
-}
-
 /* -------------------------------------------------------------------------------------------------------------- floor */
-
-static int ec_rank_doomed(const ec_work *w, int64_t t, int64_t at, int64_t cutoff, ec_rank *rank) {
-    ec_counted row;
-    if (!ec_row_place(w, t, at, &row) || row.freq == 0 || row.last >= cutoff) return 0;
-    *rank = (ec_rank){EC_UNSIGNED(row.last), EC_UNSIGNED(row.key)};
-    return 1;
-}
 
 /* The cut-off for rows: `cutoff`, or a lower one so that keep_min rows survive; rows that are equally recent stay together.
  *
  * The search for survivors ends when it has found enough of them, so as long as the table is healthy it costs about
- * keep_min places. Where the floor binds, the oldest row that stays is selected, in this step. */
+ * keep_min places. Where the floor binds, every place is looked at twice, in this step: 20 ms for 1 M slots and 1 M rows
+ * (bench_sweep; busy machine). */
 static int ec_floor(const ec_work *w, int64_t t, int64_t cutoff, int64_t *floored) {
-    const int64_t places = ec_row_places(w, t);
     int64_t missing = w->sides[t].filter->rule.keep_min, doomed = 0;
-    ec_counted row;
+    ec_field field;
+    ec_rank oldest;
+    ec_run run;
+    ec_field_make(&field, w, t, EC_BY_TIME, cutoff);
     *floored = cutoff;
-    for (int64_t at = 0; at < places && missing > 0; at++) {
-        if (!ec_row_place(w, t, at, &row)) continue;
-        if (row.freq > 0 && row.last < cutoff) doomed++;
-        else missing--;
+    for (int64_t at = 0; at < field.places && missing > 0;) {
+        at = ec_run_fill(&field, at, EC_RUN, &run);
+        doomed += run.size;
+        missing -= run.living - run.size;
     }
     if (missing <= 0) return EC_OK;
     *floored = INT64_MIN;
     if (doomed <= missing) return EC_OK;
-    int64_t *counts = (int64_t *)ec_take(NULL, EC_DIGITS * sizeof(int64_t));
-    if (!counts) return EC_NOMEM;
-    *floored = EC_SIGNED(ec_select(w, t, ec_rank_doomed, places, cutoff, doomed - missing + 1, counts).value);
-    free(counts);
+    if (ec_select(&field, doomed, doomed - missing + 1, &oldest) != EC_OK) return EC_NOMEM;
+    *floored = EC_SIGNED((uint64_t)(oldest >> 64));
     return EC_OK;
 }
 
 /* ------------------------------------------------------------------------------------------------- sweep by show/click */
 
-static int ec_rank_row(const ec_work *w, int64_t t, int64_t at, int64_t cutoff, ec_rank *rank) {
-    (void)cutoff;
-    ec_counted row;
-    if (!ec_row_place(w, t, at, &row) || row.freq == 0) return 0;
-    *rank = (ec_rank){(uint64_t)ec_score_count(ec_filter_score(w->sides[t].filter, row.freq, row.last)), EC_UNSIGNED(row.key)};
-    return 1;
-}
-
-static int ec_rank_entry(const ec_work *w, int64_t t, int64_t at, int64_t cutoff, ec_rank *rank) {
-    (void)cutoff;
-    const ec_filter_entry *entry = &EC_ENTRY(w->sides[t].filter, at);
-    if (entry->count == 0) return 0;
-    *rank = (ec_rank){(uint64_t)ec_score_count(ec_filter_score(w->sides[t].filter, entry->count, entry->last)), EC_UNSIGNED(entry->key)};
-    return 1;
-}
-
-/* Evicts what is at a place of ec_row_place(). */
-static int ec_kill_place(ec_work *w, int64_t t, int64_t at) {
+/* Evicts rows at places of a field, in order: those in the host table together, as their misses can overlap. */
+static int ec_kill_places(ec_work *w, int64_t t, const int64_t *places, int64_t n) {
     ec_side *s = &w->sides[t];
     ec_part *p = &w->parts[t];
     const int64_t capacity = s->cache.capacity, limit = s->table->row_limit;
-    if (at < capacity) return ec_side_kill_slot(s, p, (uint32_t)at, w->step);
-    if (at < capacity + limit) {
-        const int64_t key = *ec_table_key(s->table, at - capacity);
-        return ec_side_kill_row(s, p, key, ec_hash(key), at - capacity, 0, w->step);
+    int64_t rows[EC_BURY_TOGETHER + EC_RUN], at_home = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (places[i] >= capacity && places[i] < capacity + limit) {
+            rows[at_home++] = places[i] - capacity;
+            continue;
+        }
+        if (places[i] < capacity) {
+            if (ec_side_kill_slot(s, p, (uint32_t)places[i], w->step) != EC_OK) return EC_NOMEM;
+            continue;
+        }
+        const int64_t u = w->offsets[t] + places[i] - capacity - limit;
+        ec_row_unmark(s->table, w->row[u]);
+        if (ec_side_kill_row(s, p, w->key[u], w->hash[u], w->row[u], 0, w->step) != EC_OK) return EC_NOMEM;
+        w->row[u] = -1;
+        w->admitted[u] = 0;
     }
-    const int64_t u = w->offsets[t] + at - capacity - limit;
-    ec_row_unmark(s->table, w->row[u]);
-    if (ec_side_kill_row(s, p, w->key[u], w->hash[u], w->row[u], 0, w->step) != EC_OK) return EC_NOMEM;
-    w->row[u] = -1;
-    w->admitted[u] = 0;
+    return ec_bury_rows(s, p, w->step, rows, at_home, 0);
+}
+
+/* Removes waiting keys by their entries. */
+static int ec_remove_entries(ec_work *w, int64_t t, const int64_t *entries, int64_t n) {
+    ec_part *p = &w->parts[t];
+    if (ec_vec_reserve(&p->changes, n, sizeof(ec_filter_change)) != EC_OK) return EC_NOMEM;
+    for (int64_t i = 0; i < n; i++) EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(w->sides[t].filter, (uint32_t)entries[i]));
+    p->totals[EC_FORGOTTEN] += n;
     return EC_OK;
 }
 
-/* Decays every score, and evicts the share of the rows, and of the waiting keys, that have the lowest ones; ties by key.
- * All of it in this step: which ones these are depends on all of them. */
+/* Evicts the `doomed` lowest of the `size` ranks of a field. */
+static int ec_kill_lowest(ec_work *w, const ec_field *field, int64_t size, int64_t doomed) {
+    int64_t places[EC_BURY_TOGETHER + EC_RUN], some = 0;
+    ec_rank most;
+    ec_run run;
+    if (doomed <= 0) return EC_OK;
+    if (ec_select(field, size, doomed, &most) != EC_OK) return EC_NOMEM;
+    for (int64_t at = 0; at < field->places;) {
+        at = ec_run_fill(field, at, EC_RUN, &run);
+        for (int64_t i = 0; i < run.size; i++) {
+            places[some] = run.place[i];
+            some += run.rank[i] <= most;
+        }
+        if (some < EC_BURY_TOGETHER && at < field->places) continue;
+        const int status = field->kind == EC_WAITING_BY_SCORE ? ec_remove_entries(w, field->t, places, some) : ec_kill_places(w, field->t, places, some);
+        if (status != EC_OK) return status;
+        some = 0;
+    }
+    return EC_OK;
+}
+
+/* Decays every score (by counting sweeps: no row is touched), and evicts the share of the rows, and of the waiting keys,
+ * that have the lowest ones; ties by key. All of it in this step: which ones these are depends on all of them. Each
+ * place is looked at three times: 1 M slots and 1 M rows took 52 ms where 1 % went and 67 ms where 10 % did (bench_sweep;
+ * busy machine). */
 static int ec_sweep_scores(ec_work *w, int64_t t) {
     ec_side *s = &w->sides[t];
     ec_part *p = &w->parts[t];
     ec_filter *f = s->filter;
-    const int64_t places = ec_row_places(w, t), begin = w->offsets[t], end = begin + p->unique;
-    int64_t rows = 0, status = EC_OK;
-    ec_rank rank;
+    const int64_t begin = w->offsets[t], end = begin + p->unique;
+    int64_t rows = 0;
+    ec_field field;
+    ec_run run;
     f->epoch++;
     if (f->rule.evict_share <= 0) return EC_OK;
     if (ec_vec_reserve_one(&f->sweeps, sizeof(ec_sweep_record)) != EC_OK) return EC_NOMEM;
     EC_PUSH(f->sweeps, ec_sweep_record, {w->step, INT64_MIN, 0, 0, f->late});
     ec_index_init(&f->late, f->index.seed);
     p->swept = w->step;
-    for (int64_t at = 0; at < places; at++) rows += ec_rank_row(w, t, at, 0, &rank);
+    ec_field_make(&field, w, t, EC_BY_SCORE, 0);
+    for (int64_t at = 0; at < field.places; rows += run.size) at = ec_run_fill(&field, at, EC_RUN, &run);
     int64_t doomed = (int64_t)(f->rule.evict_share * (double)rows);
-    const int64_t spare = s->table->live - f->rule.keep_min, waiting = (int64_t)(f->rule.evict_share * (double)f->index.size);
+    const int64_t spare = s->table->live - f->rule.keep_min, waiting = f->index.size;
     if (doomed > spare) doomed = spare;
-    int64_t *counts = (int64_t *)ec_take(NULL, EC_DIGITS * sizeof(int64_t));
-    if (!counts) return EC_NOMEM;
-    if (doomed > 0) {
-        const ec_rank most = ec_select(w, t, ec_rank_row, places, 0, doomed, counts);
-        for (int64_t at = 0; at < places && status == EC_OK; at++)
-            if (ec_rank_row(w, t, at, 0, &rank) && ec_rank_within(&rank, &most)) status = ec_kill_place(w, t, at);
-    }
-    if (waiting > 0 && status == EC_OK) {
-        const ec_rank most = ec_select(w, t, ec_rank_entry, f->entries.size, 0, waiting, counts);
-        status = ec_vec_reserve(&p->changes, waiting, sizeof(ec_filter_change));
-        for (int64_t id = 0; id < f->entries.size && status == EC_OK; id++) {
-            if (!ec_rank_entry(w, t, id, 0, &rank) || !ec_rank_within(&rank, &most)) continue;
-            EC_PUSH(p->changes, ec_filter_change, ec_filter_remove(f, (uint32_t)id));
-            p->totals[EC_FORGOTTEN]++;
-        }
-    }
-    free(counts);
-    for (int64_t u = begin; u < end && status == EC_OK; u++) { /* those of the batch itself */
+    if (ec_kill_lowest(w, &field, rows, doomed) != EC_OK) return EC_NOMEM;
+    ec_field_make(&field, w, t, EC_WAITING_BY_SCORE, 0);
+    if (ec_kill_lowest(w, &field, waiting, (int64_t)(f->rule.evict_share * (double)waiting)) != EC_OK) return EC_NOMEM;
+    for (int64_t u = begin; u < end; u++) { /* those of the batch itself */
         if (w->slot[u] >= 0 && s->cache.state[w->slot[u]] != EC_SLOT_LIVE) {
             w->slot[u] = -1;
             w->admitted[u] = 0;
@@ -374,7 +304,7 @@ static int ec_sweep_scores(ec_work *w, int64_t t) {
             w->admitted[u] = 0;
         }
     }
-    return (int)status;
+    return EC_OK;
 }
 
 /* -------------------------------------------------------------------------------------------------------------- sweep */

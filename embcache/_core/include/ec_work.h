@@ -40,6 +40,7 @@ typedef struct {
     int64_t sweep_rows; /* work of a pass in one plan, all tables together: slots, rows and waiting keys looked at */
     int64_t slice;      /* a table's share of it in this plan */
     int avx2;           /* whether the CPU has it */
+    double bracket;     /* half the width of a selection's bracket: times the root of its sample's size */
     /* state and journal */
     ec_side *sides;
     ec_part *parts;

@@ -9,7 +9,8 @@
  * Two generations, so that what was counted long ago does not fill the counters for ever: occurrences are added to the
  * young one, and a key's count is the sum of both estimates. When the young one has taken width / 2 occurrences, or when
  * all that it holds may be older than the last sweep's cut-off, it becomes the old one and the old one is forgotten. So the
- * bound is e / 2 = 1.36 for each generation: an estimate is too high by 2 or more in at most 1.8 % of the cases each.
+ * bound is e / 2 = 1.36 for each generation: an estimate is too high by 2 or more in at most 1.8 % of the cases each. A
+ * generation ends between batches only: with batches of more than width / 2 occurrences it holds more, and errs more.
  *
  * Counters are as narrow as the threshold allows, and stick at their largest value.
  */

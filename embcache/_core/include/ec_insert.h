@@ -150,8 +150,8 @@ EC_INLINE void ec_settle_body(const ec_insertion *b, int64_t share, ec_share_res
         ec_partition *p = ec_settle_partition(b, share, hash);
         if (p == NULL)
             continue;
-        const ec_probe probe = {p->index.buckets + ec_index_home(&p->index, hash), p};
-        const int64_t found = ec_probe_local(&probe, key, avx2);
+        const ec_probe probe = {p->index.buckets + ec_index_home(&p->index, hash), &p->index};
+        const int64_t found = ec_probe_value(&probe, key, avx2);
         if (found >= 0) {
             b->rows[i] = found < p->backed_local ? ec_partition_row(p, found) : -1 - found;
             continue;

@@ -91,13 +91,18 @@ EC_ROW_FN char *ec_move_row(const ec_move *move, int64_t item) {
     return move->weights + (move->inverse ? move->slots[move->inverse[item]] : move->slots[item]) * move->weight_bytes;
 }
 
+/* Asks for the `burst` rows from item `from` on. */
+EC_ROW_FN void ec_move_ask(const ec_move *move, int64_t from, int64_t burst, int64_t end) {
+    for (int64_t i = from; i < from + burst && i < end; i++) ec_prefetch_row(ec_move_row(move, i), move->weight_bytes);
+}
+
 EC_ROW_FN void ec_gather_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
-    const int64_t bytes = move->weight_bytes, ahead = ec_prefetch_distance(bytes, 1);
-    for (int64_t i = first; i < last && i < first + ahead; i++) ec_prefetch_row(ec_move_row(move, i), bytes);
+    const int64_t bytes = move->weight_bytes, burst = ec_burst(bytes, 1);
+    ec_move_ask(move, first, burst, last);
     for (int64_t i = first; i < last; i++) {
-        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), bytes);
+        if ((i - first) % burst == 0) ec_move_ask(move, i + burst, burst, last);
         char *out = move->rows + i * move->row_bytes;
         if (move->type == move->row_type) memcpy(out, ec_move_row(move, i), (size_t)bytes);
         else ec_widen((float *)out, ec_move_row(move, i), move->type, move->dim, avx2);
@@ -107,9 +112,10 @@ EC_ROW_FN void ec_gather_body(const ec_move *move, int64_t task, const int avx2)
 EC_ROW_FN void ec_scatter_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
-    const int64_t bytes = move->weight_bytes, ahead = ec_prefetch_distance(bytes, 1);
+    const int64_t bytes = move->weight_bytes, burst = ec_burst(bytes, 1);
+    ec_move_ask(move, first, burst, last);
     for (int64_t i = first; i < last; i++) {
-        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), bytes);
+        if ((i - first) % burst == 0) ec_move_ask(move, i + burst, burst, last);
         const char *row = move->rows + i * move->row_bytes;
         if (move->type == move->row_type) memcpy(ec_move_row(move, i), row, (size_t)bytes);
         else ec_narrow(ec_move_row(move, i), (const float *)row, move->type, move->dim, avx2);
@@ -120,9 +126,10 @@ EC_ROW_FN void ec_scatter_body(const ec_move *move, int64_t task, const int avx2
 EC_ROW_FN void ec_add_body(const ec_move *move, int64_t task, const int avx2) {
     const int64_t first = ec_share(move->count, task, move->task_count);
     const int64_t last = ec_share(move->count, task + 1, move->task_count);
-    const int64_t bytes = move->weight_bytes, ahead = ec_prefetch_distance(bytes, 1);
+    const int64_t bytes = move->weight_bytes, burst = ec_burst(bytes, 1);
+    ec_move_ask(move, first, burst, last);
     for (int64_t i = first; i < last; i++) {
-        if (i + ahead < last) ec_prefetch_row(ec_move_row(move, i + ahead), bytes);
+        if ((i - first) % burst == 0) ec_move_ask(move, i + burst, burst, last);
         ec_add_row((float *)ec_move_row(move, i), (const float *)(move->rows + i * move->row_bytes), move->dim);
     }
 }
@@ -169,7 +176,9 @@ EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task, const int avx2) {
     const int64_t last = ec_segment_share(offsets, bags->bag_count, task + 1, bags->task_count);
     if (first >= last) return;
     const ec_items items = ec_bags_items(bags, offsets[last]);
-    ec_prefetch_first(&items, offsets[first]);
+    const int64_t burst = ec_burst(items.row_bytes, 1);
+    int64_t asked = offsets[first]; /* positions before this were asked for */
+    ec_prefetch_first(&items, asked);
     int64_t feature = first / bags->batch_size, sample = first % bags->batch_size;
     for (int64_t bag = first; bag < last; bag++) {
         const int64_t start = offsets[bag], end = offsets[bag + 1];
@@ -177,8 +186,10 @@ EC_ROW_FN void ec_pool_body(const ec_bags *bags, int64_t task, const int avx2) {
         if (start == end) {
             memset(out, 0, (size_t)dim * 4);
         } else if (end - start == 1 && !items.coefs) {
-            ec_give_row(out, ec_lone_row(&items, start), bags->type, dim, avx2);
+            if (start + burst > asked) asked = ec_items_ask(&items, asked > start ? asked : start, start + 2 * burst);
+            ec_give_row(out, ec_item_row(&items, start, 1), bags->type, dim, avx2);
         } else {
+            if (end + items.ahead > asked) asked = end + items.ahead; /* the sum asks for them */
             /* By block, so that the columns of a long row find the item's place in the cache. */
             for (int64_t at = start; at < end; at += EC_SUM_BLOCK) {
                 const int64_t stop = end - at < EC_SUM_BLOCK ? end : at + EC_SUM_BLOCK;
@@ -323,12 +334,15 @@ EC_ROW_FN void ec_hot_body(const ec_segments *seg, int64_t task, const int avx2)
     }
 }
 
-EC_ROW_FN void ec_prefetch_updated(const ec_segments *seg, int64_t unique) {
-    if (seg->admitted && !seg->admitted[unique]) return;
-    const int64_t slot = seg->slots[unique];
-    ec_prefetch_row(seg->weights + slot * seg->weight_bytes, seg->weight_bytes);
-    ec_prefetch_row(seg->state0 + slot * seg->width0, seg->width0 * 4);
-    ec_prefetch_row(seg->state1 + slot * seg->width1, seg->width1 * 4);
+/* Asks for the rows that the updates of the `burst` uniques from `from` on change. */
+EC_ROW_FN void ec_updated_ask(const ec_segments *seg, int64_t from, int64_t burst, int64_t end) {
+    for (int64_t u = from; u < from + burst && u < end; u++) {
+        if (seg->admitted && !seg->admitted[u]) continue;
+        const int64_t slot = seg->slots[u];
+        ec_prefetch_row(seg->weights + slot * seg->weight_bytes, seg->weight_bytes);
+        if (seg->width0) ec_prefetch_row(seg->state0 + slot * seg->width0, seg->width0 * 4);
+        if (seg->width1) ec_prefetch_row(seg->state1 + slot * seg->width1, seg->width1 * 4);
+    }
 }
 
 EC_ROW_FN void ec_update_unique(const ec_segments *seg, int64_t unique, const float *grad, const int avx2) {
@@ -349,21 +363,19 @@ EC_ROW_FN void ec_segment_body(const ec_segments *seg, int64_t task, const int a
     const int64_t last = seg->start + ec_segment_share(offsets, unique_count, task + 1, seg->task_count);
     const int64_t dim = seg->dim;
     const int fused = seg->out == NULL;
-    const int64_t rows_ahead = ec_prefetch_distance(dim * 4, 1 + (seg->width0 == dim) + (seg->width1 == dim));
+    const int64_t burst = ec_burst(dim * 4, 1 + (seg->width0 == dim) + (seg->width1 == dim));
     float sum[EC_MAX_DIM], partial[EC_MAX_DIM];
     if (first >= last) return;
     const ec_items items = ec_segments_items(seg, seg->offsets[last]);
     int64_t hot = 0;
     ec_prefetch_first(&items, seg->offsets[first]);
     while (hot < seg->hot_count && seg->hot_uniques[hot] < first) hot++;
-    if (fused) {
-        for (int64_t u = first; u < last && u < first + rows_ahead; u++) ec_prefetch_updated(seg, u);
-    }
+    if (fused) ec_updated_ask(seg, first, burst, last);
     for (int64_t u = first; u < last; u++) {
         const int64_t start = seg->offsets[u], end = seg->offsets[u + 1];
         float *total = fused ? sum : seg->out + (u - seg->start) * dim;
         const float *grad = total;
-        if (fused && u + rows_ahead < last) ec_prefetch_updated(seg, u + rows_ahead);
+        if (fused && (u - first) % burst == 0) ec_updated_ask(seg, u + burst, burst, last);
         if (hot < seg->hot_count && seg->hot_uniques[hot] == u) {
             const float *ready = seg->partials + seg->hot_blocks[hot] * dim;
             const int64_t blocks = seg->hot_blocks[hot + 1] - seg->hot_blocks[hot];
@@ -392,10 +404,10 @@ EC_ROW_FN void ec_update_body(const ec_segments *seg, int64_t task, const int av
     const int64_t first = seg->start + ec_share(count, task, seg->task_count);
     const int64_t last = seg->start + ec_share(count, task + 1, seg->task_count);
     const int64_t dim = seg->dim;
-    const int64_t ahead = ec_prefetch_distance(dim * 4, 1 + (seg->width0 == dim) + (seg->width1 == dim));
-    for (int64_t u = first; u < last && u < first + ahead; u++) ec_prefetch_updated(seg, u);
+    const int64_t burst = ec_burst(dim * 4, 1 + (seg->width0 == dim) + (seg->width1 == dim));
+    ec_updated_ask(seg, first, burst, last);
     for (int64_t u = first; u < last; u++) {
-        if (u + ahead < last) ec_prefetch_updated(seg, u + ahead);
+        if ((u - first) % burst == 0) ec_updated_ask(seg, u + burst, burst, last);
         if (!seg->admitted || seg->admitted[u]) ec_update_unique(seg, u, seg->rows + (u - seg->start) * dim, avx2);
     }
 }

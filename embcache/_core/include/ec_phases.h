@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "ec_admission.h"
+#include "ec_find.h"
 
 #define EC_BEAR_ALONE 8192 /* new rows from which a table's inserts get all threads */
 
@@ -60,10 +61,9 @@ static void ec_phase_lookup(void *context, int64_t task) {
     const ec_index *index = &s->cache.index;
     const int64_t begin = w->offsets[chunk->table] + chunk->begin, end = w->offsets[chunk->table] + chunk->end;
     int64_t others = begin;
-    for (int64_t u = begin; u < begin + EC_AHEAD && u < end; u++) ec_index_prefetch(index, w->hash[u] = ec_hash(w->key[u]));
+    for (int64_t u = begin; u < end; u++) w->hash[u] = ec_hash(w->key[u]);
+    ec_find_values(index, w->key + begin, w->hash + begin, end - begin, w->slot + begin);
     for (int64_t u = begin; u < end; u++) {
-        if (u + EC_AHEAD < end) ec_index_prefetch(index, w->hash[u + EC_AHEAD] = ec_hash(w->key[u + EC_AHEAD]));
-        w->slot[u] = ec_index_find(index, w->key[u], w->hash[u]);
         w->row[u] = -1;
         if (w->slot[u] < 0) {
             w->some_key[others] = w->key[u];

@@ -9,6 +9,24 @@
 
 /* -------------------------------------------------------------------------------------------------------------- place */
 
+/* Asks for the seats of the EC_AHEAD uniques from `from` on that are resident: in one go, so that the TLB misses among them
+ * are served at the same time (a prefetch that misses it holds up what comes after). */
+static inline void ec_place_ask_seats(const ec_work *w, const ec_cache *c, int64_t from, int64_t end) {
+    const int64_t to = from + EC_AHEAD < end ? from + EC_AHEAD : end;
+    for (int64_t u = from; u < to; u++)
+        if (w->slot[u] >= 0) EC_PREFETCH_WRITE(&c->seats[w->slot[u]]);
+}
+
+/* The same for those that are not resident: where they will be put into the index, and their rows' flags. */
+static inline void ec_place_ask_others(const ec_work *w, const ec_side *s, int64_t from, int64_t end) {
+    const int64_t to = from + EC_AHEAD < end ? from + EC_AHEAD : end;
+    for (int64_t u = from; u < to; u++) {
+        if (w->slot[u] >= 0 || !w->admitted[u]) continue;
+        ec_index_prefetch(&s->cache.index, w->hash[u]);
+        EC_PREFETCH_WRITE(ec_table_flags(s->table, w->row[u]));
+    }
+}
+
 /* Pins the hits of table t, before any victim is chosen, and chooses the victims that its misses need, into `victims`.
  * EC_NOMEM: nothing is pinned. */
 static int ec_place_choose(ec_work *w, int64_t t, int64_t need, uint32_t *victims) {
@@ -16,7 +34,7 @@ static int ec_place_choose(ec_work *w, int64_t t, int64_t need, uint32_t *victim
     ec_cache *c = &w->sides[t].cache;
     const int64_t begin = w->offsets[t], end = begin + p->unique;
     for (int64_t u = begin; need > 0 && u < end; u++) {
-        if (u + EC_AHEAD < end && w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&c->seats[w->slot[u + EC_AHEAD]]);
+        if ((u - begin) % EC_AHEAD == 0) ec_place_ask_seats(w, c, u + EC_AHEAD, end);
         if (w->slot[u] >= 0) ec_cache_pin(c, (uint32_t)w->slot[u]);
     }
     const int status = ec_policy_choose(&c->policy, c->seats, c->slots, c->pinned, need, p->totals[EC_MISSES], victims, &p->choice);
@@ -84,15 +102,12 @@ static void ec_phase_place(void *context, int64_t t) {
     if (misses > 0 && (p->status = ec_place_choose(w, t, need, victims)) != EC_OK) return;
     for (int64_t i = 0; i < need && i < 2 * EC_AHEAD; i++) ec_place_prefetch_slot(c, victims[i]);
     for (int64_t i = 0; i < need && i < EC_AHEAD; i++) ec_place_prefetch_key(s, victims[i]);
+    ec_place_ask_seats(w, c, begin, end);
     int64_t taken = -spare; /* the number of the next victim; negative while there are other slots */
     for (int64_t u = begin; u < end; u++) {
-        if (u + EC_AHEAD < end && w->admitted[u + EC_AHEAD]) {
-            if (w->slot[u + EC_AHEAD] >= 0) {
-                EC_PREFETCH_WRITE(&c->seats[w->slot[u + EC_AHEAD]]);
-            } else {
-                ec_index_prefetch(&c->index, w->hash[u + EC_AHEAD]);
-                EC_PREFETCH_WRITE(ec_table_flags(s->table, w->row[u + EC_AHEAD]));
-            }
+        if ((u - begin) % EC_AHEAD == 0) {
+            ec_place_ask_seats(w, c, u + EC_AHEAD, end);
+            if (misses > 0) ec_place_ask_others(w, s, u + EC_AHEAD, end);
         }
         if (!w->admitted[u]) continue;
         if (w->slot[u] < 0) {

@@ -177,7 +177,7 @@ static void ec_plan_swapped_out(ec_side *s, ec_part *p) {
 /* The batch has trained: its pins end, and what it evicted is gone for good. */
 static void ec_plan_finish(ec_side *s, ec_part *p) {
     for (int64_t i = 0; i < p->touches.size; i++) {
-        if (i + 16 < p->touches.size) EC_PREFETCH_WRITE(&s->cache.seats[EC_TOUCH(p, i + 16).slot]);
+        for (int64_t j = i; i % 32 == 0 && j < i + 32 && j < p->touches.size; j++) EC_PREFETCH_WRITE(&s->cache.seats[EC_TOUCH(p, j).slot]);
         ec_cache_unpin(&s->cache, EC_TOUCH(p, i).slot);
     }
     for (int64_t i = 0; i < p->deaths.size; i++) {

@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "ec_copy.h"
 #include "ec_isa.h"
 #include "ec_types.h"
 
@@ -27,13 +28,21 @@ typedef float ec_f4u __attribute__((vector_size(16), aligned(4), may_alias));
 #define EC_MAX_DIM 8192
 #define EC_SUM_BLOCK 256 /* occurrences of a key that are added up before the partial sum is added to the total */
 #define EC_PLACES_AHEAD 16 /* items between the prefetch of a row's place and that of the row */
-#define EC_PREFETCH_BYTES 512 /* beyond this much of a row the hardware prefetcher has caught on */
+#define EC_PREFETCH_BYTES (64 * EC_COPY_LINES) /* beyond this much of a row the hardware prefetcher has caught on */
 
-/* Brings the cache lines of a row near. */
+/* Brings the cache lines of a row near, wherever it begins. */
 EC_ROW_FN void ec_prefetch_row(const void *row, int64_t row_bytes) {
+    const uintptr_t within = (uintptr_t)row & 63;
+    ec_copy_prefetch((const char *)row - within, row_bytes + (int64_t)within);
+}
+
+/* Rows to ask for in one go, before the ones before them are worked on, when each step touches `arrays` rows of `row_bytes`:
+ * about 16 cache lines. In one go because a prefetch that misses the TLB holds up what comes after it until the page is
+ * found, and only those next to each other are looked up at the same time. */
+EC_ROW_FN int64_t ec_burst(int64_t row_bytes, int64_t arrays) {
     const int64_t bytes = row_bytes < EC_PREFETCH_BYTES ? row_bytes : EC_PREFETCH_BYTES;
-    const uintptr_t end = (uintptr_t)row + (uintptr_t)bytes;
-    for (uintptr_t line = (uintptr_t)row & ~(uintptr_t)63; line < end; line += 64) __builtin_prefetch((const void *)line);
+    const int64_t rows = 16 / (arrays * ((bytes + 63) / 64));
+    return rows < 2 ? 2 : rows;
 }
 
 /* Rows to prefetch ahead when each step touches `arrays` rows of `row_bytes`: about 64 cache lines. */
@@ -98,6 +107,13 @@ EC_ROW_FN void ec_prefetch_first(const ec_items *items, int64_t first) {
     for (int64_t i = first; i < first + items->ahead && i < items->end; i++) {
         ec_prefetch_row(items->places ? ec_item_row(items, i, 1) : ec_item_row(items, i, 0), items->row_bytes);
     }
+}
+
+/* Asks for the rows of the placed items [at, stop), as far as there are any. Returns where it stopped. */
+EC_ROW_FN int64_t ec_items_ask(const ec_items *items, int64_t at, int64_t stop) {
+    if (stop > items->end) stop = items->end;
+    for (; at < stop; at++) ec_prefetch_row(ec_item_row(items, at, 1), items->row_bytes);
+    return at;
 }
 
 /* The row of an item that is used by itself; fetches a later one. */

@@ -1,7 +1,6 @@
 /* The batch loops of the table over rows: look up, copy. Each works on a span of a batch, in one thread.
  *
- * All of them run a rolling window: the bucket (then the row) of key i + AHEAD is prefetched while key i is served, so
- * that cache misses overlap. Large outputs are written past the cache, which would otherwise first read what it is
+ * All of them ask for rows some time before they copy them, so that cache misses overlap. Large outputs are written past the cache, which would otherwise first read what it is
  * about to overwrite.
  */
 #ifndef EC_ROWS_H
@@ -15,7 +14,7 @@
 #endif
 
 #define EC_LOOKUP_BLOCK 512 /* keys that are found before their rows are copied */
-#define EC_ROW_AHEAD 8  /* rows between the prefetch of a row and its copy */
+#define EC_ROW_AHEAD 8      /* rows that are asked for at once, before the rows before them are copied */
 #define EC_STREAM_BYTES ((int64_t)8 << 20)
 #define EC_WIDEN_AT_ONCE 256 /* weights that are widened in the cache before they are written past it */
 
@@ -142,15 +141,25 @@ static inline void ec_rows_prefetch(const ec_table *t, int64_t row, int64_t part
         ec_copy_prefetch((const char *)ec_table_state(t, row), t->state_dim * (int64_t)sizeof(float));
 }
 
+/* Ask for the EC_ROW_AHEAD rows from `from` on that belong to the share: all at once, since a prefetch that misses the TLB
+ * holds up what comes after it until the page is found, and only those next to each other are looked up at the same time
+ * (a body of some 150 instructions a row: 152 ns for rows of 256 bytes with one prefetch each, 38 with bursts). */
+static inline void ec_rows_ask(const ec_table *t, const int64_t *rows, int64_t from, int64_t n, int64_t parts, int64_t share, int64_t shares)
+{
+    const int64_t to = from + EC_ROW_AHEAD < n ? from + EC_ROW_AHEAD : n;
+    for (int64_t i = from; i < to; ++i)
+        if (shares == 1 || (rows[i] >> 4) % shares == share)
+            ec_rows_prefetch(t, rows[i], parts);
+}
+
 /* Table rows -> buffer rows, elements from .. to - 1. A negative row is passed over. */
 static void ec_read_span(const ec_table *t, const int64_t *rows, int64_t from, int64_t to, const ec_rows_buffer *buffer, int stream)
 {
     const int64_t row_bytes = t->dim * ec_type_bytes(t->type);
-    for (int64_t i = from; i < to && i < from + EC_ROW_AHEAD; ++i)
-        ec_rows_prefetch(t, rows[i], buffer->parts);
+    ec_rows_ask(t, rows, from, to, buffer->parts, 0, 1);
     for (int64_t i = from; i < to; ++i) {
-        if (i + EC_ROW_AHEAD < to)
-            ec_rows_prefetch(t, rows[i + EC_ROW_AHEAD], buffer->parts);
+        if ((i - from) % EC_ROW_AHEAD == 0)
+            ec_rows_ask(t, rows, i + EC_ROW_AHEAD, to, buffer->parts, 0, 1);
         if (rows[i] < 0)
             continue;
         const int64_t place = buffer->places == NULL ? i : buffer->places[i];
@@ -186,12 +195,10 @@ static inline void ec_write_row(const ec_table *t, int64_t row, int64_t place, c
  * `shares`: each row belongs to one share, so the last of several writes to a row wins at any number of threads. */
 static void ec_write_share(const ec_table *t, const int64_t *rows, int64_t n, const ec_rows_buffer *buffer, int64_t share, int64_t shares)
 {
+    ec_rows_ask(t, rows, 0, n, buffer->parts, share, shares);
     for (int64_t i = 0; i < n; ++i) {
-        if (i + EC_ROW_AHEAD < n) {
-            int64_t ahead = rows[i + EC_ROW_AHEAD];
-            if (shares == 1 || (ahead >> 4) % shares == share)
-                ec_rows_prefetch(t, ahead, buffer->parts);
-        }
+        if (i % EC_ROW_AHEAD == 0)
+            ec_rows_ask(t, rows, i + EC_ROW_AHEAD, n, buffer->parts, share, shares);
         if (rows[i] >= 0 && (shares == 1 || (rows[i] >> 4) % shares == share))
             ec_write_row(t, rows[i], buffer->places == NULL ? i : buffer->places[i], buffer);
     }

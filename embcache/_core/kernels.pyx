@@ -19,14 +19,16 @@ may span the whole batch. Bags are feature-major: bag f * B + b holds positions 
 ``bag_offsets[bag + 1]``, and its result stands in ``out[b, out_cols[f] : out_cols[f] + D]``. ``occurrence_order`` and
 ``segment_offsets`` are the planner's CSR of positions by unique.
 
+Ownership: a door looks at each array in place and acquires no buffer (arrays.pyx); its arguments keep them for the call.
+
 Thread safety: a call may run beside others that write other rows; the caller orders calls that touch the same rows.
 """
 
-from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free, malloc
 
+from embcache._core.arrays cimport BOOLEAN, FLOAT16, FLOAT32, INT16, INT64, UINT8, Array, array_open
 from embcache._core.threads cimport ec_task_fn, parallel_for, resolve_threads
 
 from math import isfinite
@@ -52,6 +54,8 @@ __all__ = [
 cdef int64_t PARALLEL_FLOATS = 1 << 18
 # More tasks than threads even out tasks of unequal length.
 cdef int TASKS_A_THREAD = 8
+# Indexes that are checked in less time than letting go of the GIL takes.
+cdef int64_t SMALL_CHECK = 256
 # Which clone of the kernels runs.
 cdef int USE_AVX2 = ec_cpu_has_avx2()
 
@@ -97,100 +101,53 @@ cdef str _need1(str kind, int64_t count):
     return f"{kind} of shape ({'any' if count < 0 else count},)"
 
 
-cdef const float[:, ::1] _read2(object value, str name, int64_t rows, int64_t cols):
-    """Read-only float32 matrix; -1 leaves a length open."""
-    cdef const float[:, ::1] view = None
-    try:
-        view = value
-    except (TypeError, ValueError, BufferError):
-        pass
-    if view is None or (rows >= 0 and view.shape[0] != rows) or (cols >= 0 and view.shape[1] != cols):
-        raise _unfit(name, _need2("float32", rows, cols), value)
-    return view
+cdef int _floats2(object value, str name, int64_t rows, int64_t cols, bint write, Array *array) except -1:
+    """Look at a float32 matrix; -1 leaves a length open."""
+    if not array_open(value, 2, FLOAT32, write, array) or (rows >= 0 and array.rows != rows) or (cols >= 0 and array.columns != cols):
+        raise _unfit(name, ("writable " if write else "") + _need2("float32", rows, cols), value)
+    return 0
 
 
-cdef float[:, ::1] _write2(object value, str name, int64_t rows, int64_t cols):
-    """Writable float32 matrix; -1 leaves a length open."""
-    cdef float[:, ::1] view = None
-    try:
-        view = value
-    except (TypeError, ValueError, BufferError):
-        pass
-    if view is None or (rows >= 0 and view.shape[0] != rows) or (cols >= 0 and view.shape[1] != cols):
-        raise _unfit(name, "writable " + _need2("float32", rows, cols), value)
-    return view
+cdef int _floats1(object value, str name, int64_t count, bint write, Array *array) except -1:
+    if not array_open(value, 1, FLOAT32, write, array) or (count >= 0 and array.rows != count):
+        raise _unfit(name, ("writable " if write else "") + _need1("float32", count), value)
+    return 0
 
 
-cdef const float[::1] _read1(object value, str name, int64_t count):
-    cdef const float[::1] view = None
-    try:
-        view = value
-    except (TypeError, ValueError, BufferError):
-        pass
-    if view is None or (count >= 0 and view.shape[0] != count):
-        raise _unfit(name, _need1("float32", count), value)
-    return view
-
-
-cdef const int64_t[::1] _index1(object value, str name, int64_t count):
-    cdef const int64_t[::1] view = None
-    try:
-        view = value
-    except (TypeError, ValueError, BufferError):
-        pass
-    if view is None or (count >= 0 and view.shape[0] != count):
+cdef int _index1(object value, str name, int64_t count, Array *array) except -1:
+    if not array_open(value, 1, INT64, False, array) or (count >= 0 and array.rows != count):
         raise _unfit(name, _need1("int64", count), value)
-    return view
+    return 0
 
 
-cdef const uint8_t[::1] _flag1(object value, str name, int64_t count):
-    cdef const uint8_t[::1] view = None
-    try:
-        view = value.view("uint8") if getattr(value, "dtype", None) == bool else value
-    except (TypeError, ValueError, BufferError):
-        pass
-    if view is None or (count >= 0 and view.shape[0] != count):
+cdef int _flag1(object value, str name, int64_t count, Array *array) except -1:
+    if not array_open(value, 1, UINT8 | BOOLEAN, False, array) or (count >= 0 and array.rows != count):
         raise _unfit(name, _need1("uint8 or bool", count), value)
-    return view
+    return 0
 
 
 cdef class _Weights:
-    """The memory of a checked matrix of weights, of any type; held while this lives."""
+    """The memory of a checked matrix of weights, of any type. The door's caller holds the array itself."""
 
-    cdef Py_buffer held
-    cdef bint holds
     cdef int type
     cdef int64_t rows
     cdef int64_t dim
     cdef int64_t row_bytes
     cdef char *at                # NULL where there is no element, and no loop will ask for it
 
-    def __dealloc__(self):
-        if self.holds:
-            PyBuffer_Release(&self.held)
-
     @staticmethod
     cdef _Weights open(object value, str name, int64_t rows, int64_t cols, bint write):
-        """Check and hold `value`; -1 leaves a length open."""
+        """Look at `value`; -1 leaves a length open."""
         cdef _Weights self = _Weights.__new__(_Weights)
-        cdef const char *format
-        cdef bint fits = False
-        try:
-            PyObject_GetBuffer(value, &self.held, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if write else 0))
-            self.holds = True
-        except (TypeError, ValueError, BufferError):
-            pass
-        if self.holds and self.held.ndim == 2 and self.held.format != NULL:
-            format = self.held.format
-            fits = format[0] in (b"f", b"e", b"h") and format[1] == 0
-            self.type = EC_FLOAT32 if format[0] == b"f" else EC_FLOAT16 if format[0] == b"e" else EC_BFLOAT16
-            self.rows = self.held.shape[0]
-            self.dim = self.held.shape[1]
-        if not fits or (rows >= 0 and self.rows != rows) or (cols >= 0 and self.dim != cols):
+        cdef Array array
+        if not array_open(value, 2, FLOAT32 | FLOAT16 | INT16, write, &array) or (rows >= 0 and array.rows != rows) or (cols >= 0 and array.columns != cols):
             kind = "float32, float16 or int16 (the bits of bfloat16)"
             raise _unfit(name, _need2(f"writable {kind}" if write else kind, rows, cols), value)
+        self.type = EC_FLOAT32 if array.kind == FLOAT32 else EC_FLOAT16 if array.kind == FLOAT16 else EC_BFLOAT16
+        self.rows = array.rows
+        self.dim = array.columns
         self.row_bytes = self.dim * ec_type_bytes(self.type)
-        self.at = <char *>self.held.buf if self.rows > 0 and self.dim > 0 else NULL
+        self.at = <char *>array.at
         return self
 
     cdef int check_dim(self, str name) except -1:
@@ -208,56 +165,37 @@ cdef class _Weights:
         return {EC_FLOAT32: "float32", EC_FLOAT16: "float16"}.get(self.type, "bfloat16 (int16)")
 
 
-# Address of the first element; an empty view has none, and no loop will ask for it.
-cdef inline const float *_at2(const float[:, ::1] view) noexcept:
-    return &view[0, 0] if view.shape[0] > 0 and view.shape[1] > 0 else NULL
+cdef inline const int64_t *_ids(const Array *array) noexcept:
+    return <const int64_t *>array.at
 
 
-cdef inline float *_to2(float[:, ::1] view) noexcept:
-    return &view[0, 0] if view.shape[0] > 0 and view.shape[1] > 0 else NULL
-
-
-cdef inline const float *_at1(const float[::1] view) noexcept:
-    return &view[0] if view.shape[0] > 0 else NULL
-
-
-cdef inline const int64_t *_ids(const int64_t[::1] view) noexcept:
-    return &view[0] if view.shape[0] > 0 else NULL
-
-
-cdef inline const uint8_t *_flags(const uint8_t[::1] view) noexcept:
-    return &view[0] if view.shape[0] > 0 else NULL
-
-
-cdef int _check_dim(const float[:, ::1] view, str name) except -1:
-    if not 1 <= view.shape[1] <= EC_MAX_DIM:
-        raise ShapeError(f"{name} has rows of {view.shape[1]} elements; a row has 1 to {EC_MAX_DIM}")
-    return 0
-
-
-cdef int _check_range(const int64_t[::1] view, int64_t first, int64_t last, int64_t low, int64_t high,
-                      str name, str limit) except -1:
-    """Raise unless low <= view[i] < high for every i in [first, last)."""
+cdef int _check_range(const Array *array, int64_t first, int64_t last, int64_t low, int64_t high, str name, str limit) except -1:
+    """Raise unless low <= element i < high for every i in [first, last)."""
     if first >= last:
         return 0
-    cdef const int64_t *values = &view[first]
+    cdef const int64_t *values = _ids(array) + first
     cdef int64_t bad
-    with nogil:
+    if last - first < SMALL_CHECK:
         bad = ec_find_outside(values, last - first, low, high)
+    else:
+        with nogil:
+            bad = ec_find_outside(values, last - first, low, high)
     if bad >= 0:
-        raise ShapeError(f"{name}[{first + bad}] = {view[first + bad]} is outside [{low}, {high}), the range of {limit}")
+        raise ShapeError(f"{name}[{first + bad}] = {values[bad]} is outside [{low}, {high}), the range of {limit}")
     return 0
 
 
-cdef int _check_offsets(const int64_t[::1] view, int64_t first, int64_t last, int64_t limit, str name,
-                        str what) except -1:
-    """Raise unless view[first .. last] is ascending within [0, limit]."""
-    cdef const int64_t *values = &view[first]
+cdef int _check_offsets(const Array *array, int64_t first, int64_t last, int64_t limit, str name, str what) except -1:
+    """Raise unless elements first to last are ascending within [0, limit]."""
+    cdef const int64_t *values = _ids(array) + first
     cdef int64_t bad
-    with nogil:
+    if last - first < SMALL_CHECK:
         bad = ec_find_unordered(values, last - first + 1, limit)
+    else:
+        with nogil:
+            bad = ec_find_unordered(values, last - first + 1, limit)
     if bad >= 0:
-        raise ShapeError(f"{name}[{first + bad}] = {view[first + bad]}; offsets must not fall and lie in [0, {limit}], "
+        raise ShapeError(f"{name}[{first + bad}] = {values[bad]}; offsets must not fall and lie in [0, {limit}], "
                          f"the number of {what}")
     return 0
 
@@ -305,12 +243,13 @@ def gather(weights, slots, out, num_threads=None):
     num_threads : int, optional
     """
     cdef _Weights source = _Weights.open(weights, "weights", -1, -1, False)
-    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
+    cdef Array places
+    _index1(slots, "slots", -1, &places)
     source.check_dim("weights")
-    _check_range(places, 0, places.shape[0], 0, source.rows, "slots", "rows of weights")
-    cdef _Weights target = _Weights.open(out, "out", places.shape[0], source.dim, True)
+    _check_range(&places, 0, places.rows, 0, source.rows, "slots", "rows of weights")
+    cdef _Weights target = _Weights.open(out, "out", places.rows, source.dim, True)
     target.check_type("out", source)
-    _gather(source, places, None, target, places.shape[0], num_threads)
+    _gather(source, _ids(&places), NULL, target, places.rows, num_threads)
 
 
 def sequence_forward(weights, slots, inverse, out, *, int64_t unique_start=0, unique_stop=None, num_threads=None):
@@ -329,15 +268,16 @@ def sequence_forward(weights, slots, inverse, out, *, int64_t unique_start=0, un
     num_threads : int, optional
     """
     cdef _Weights source = _Weights.open(weights, "weights", -1, -1, False)
-    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
-    cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
-    cdef int64_t stop = _check_uniques(places.shape[0], unique_start, unique_stop)
+    cdef Array places, uniques
+    _index1(slots, "slots", -1, &places)
+    _index1(inverse, "inverse", -1, &uniques)
+    cdef int64_t stop = _check_uniques(places.rows, unique_start, unique_stop)
     source.check_dim("weights")
-    _check_range(places, unique_start, stop, 0, source.rows, "slots", "rows of weights")
-    _check_range(uniques, 0, uniques.shape[0], unique_start, stop, "inverse", "uniques")
-    cdef _Weights target = _Weights.open(out, "out", uniques.shape[0], source.dim, True)
+    _check_range(&places, unique_start, stop, 0, source.rows, "slots", "rows of weights")
+    _check_range(&uniques, 0, uniques.rows, unique_start, stop, "inverse", "uniques")
+    cdef _Weights target = _Weights.open(out, "out", uniques.rows, source.dim, True)
     target.check_type("out", source)
-    _gather(source, places, uniques, target, uniques.shape[0], num_threads)
+    _gather(source, _ids(&places), _ids(&uniques), target, uniques.rows, num_threads)
 
 
 cdef void _fill_move(ec_move *move, _Weights weights, _Weights rows) noexcept:
@@ -352,16 +292,15 @@ cdef void _fill_move(ec_move *move, _Weights weights, _Weights rows) noexcept:
     move.dim = weights.dim
 
 
-cdef int _gather(_Weights source, const int64_t[::1] slots, const int64_t[::1] inverse, _Weights target, int64_t count,
+cdef int _gather(_Weights source, const int64_t *slots, const int64_t *inverse, _Weights target, int64_t count,
                  object num_threads) except -1:
     cdef int threads = _threads(num_threads, count * source.dim)
     cdef ec_move move
     if count == 0:
         return 0
     _fill_move(&move, source, target)
-    move.slots = _ids(slots)
-    if inverse is not None:
-        move.inverse = _ids(inverse)
+    move.slots = slots
+    move.inverse = inverse
     move.task_count = _task_count(threads, count)
     with nogil:
         _run(ec_gather_pick(USE_AVX2), &move, move.task_count, threads)
@@ -391,19 +330,20 @@ def add_rows(weights, slots, rows, num_threads=None):
 
 cdef int _change_rows(ec_task_fn run, object weights, object slots, object rows, object num_threads) except -1:
     cdef _Weights target = _Weights.open(weights, "weights", -1, -1, True)
-    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
+    cdef Array places
+    _index1(slots, "slots", -1, &places)
     target.check_dim("weights")
-    _check_range(places, 0, places.shape[0], 0, target.rows, "slots", "rows of weights")
-    cdef _Weights source = _Weights.open(rows, "rows", places.shape[0], target.dim, False)
+    _check_range(&places, 0, places.rows, 0, target.rows, "slots", "rows of weights")
+    cdef _Weights source = _Weights.open(rows, "rows", places.rows, target.dim, False)
     source.check_type("rows", target)
     if run == ec_add_pick(USE_AVX2) and target.type != EC_FLOAT32:
         raise _unfit("weights", "writable " + _need2("float32", -1, -1), weights)
     cdef int threads = _threads(num_threads, source.rows * source.dim)
     cdef ec_move move
-    if places.shape[0] == 0:
+    if places.rows == 0:
         return 0
     _fill_move(&move, target, source)
-    move.slots = _ids(places)
+    move.slots = _ids(&places)
     move.task_count = _task_count(threads, move.count)
     with nogil:
         _run(run, &move, move.task_count, threads)
@@ -414,35 +354,31 @@ cdef int _change_rows(ec_task_fn run, object weights, object slots, object rows,
 
 
 cdef class _Bags:
-    """Checked bags of one call; holds the arrays that `bags` points into."""
+    """Checked bags of one call; the door's caller holds the arrays that `bags` points into."""
 
     cdef ec_bags bags
-    cdef const int64_t[::1] offsets
-    cdef const int64_t[::1] out_cols
-    cdef const uint8_t[::1] means
-    cdef const float[::1] coefs
-    cdef _Weights weights
     cdef bint any_mean
 
     @staticmethod
     cdef _Bags check(object bag_offsets, object feature_mean, object out_cols, object per_sample_weights,
                      int64_t position_count, int64_t batch_size, int64_t width, int64_t dim):
         cdef _Bags self = _Bags.__new__(_Bags)
+        cdef Array offsets, columns, means, coefs
         cdef int64_t feature
-        self.out_cols = _index1(out_cols, "out_cols", -1)
-        cdef int64_t feature_count = self.out_cols.shape[0]
-        self.means = _flag1(feature_mean, "feature_mean", feature_count)
-        self.offsets = _index1(bag_offsets, "bag_offsets", feature_count * batch_size + 1)
-        _check_offsets(self.offsets, 0, feature_count * batch_size, position_count, "bag_offsets", "positions")
-        _check_range(self.out_cols, 0, feature_count, 0, width - dim + 1, "out_cols", "columns where a row fits")
+        _index1(out_cols, "out_cols", -1, &columns)
+        cdef int64_t feature_count = columns.rows
+        _flag1(feature_mean, "feature_mean", feature_count, &means)
+        _index1(bag_offsets, "bag_offsets", feature_count * batch_size + 1, &offsets)
+        _check_offsets(&offsets, 0, feature_count * batch_size, position_count, "bag_offsets", "positions")
+        _check_range(&columns, 0, feature_count, 0, width - dim + 1, "out_cols", "columns where a row fits")
         if per_sample_weights is not None:
-            self.coefs = _read1(per_sample_weights, "per_sample_weights", position_count)
-            self.bags.coefs = _at1(self.coefs)
+            _floats1(per_sample_weights, "per_sample_weights", position_count, False, &coefs)
+            self.bags.coefs = <const float *>coefs.at
+        self.bags.bag_offsets = _ids(&offsets)
+        self.bags.out_cols = _ids(&columns)
+        self.bags.feature_mean = <const uint8_t *>means.at
         for feature in range(feature_count):
-            self.any_mean = self.any_mean or self.means[feature] != 0
-        self.bags.bag_offsets = _ids(self.offsets)
-        self.bags.out_cols = _ids(self.out_cols)
-        self.bags.feature_mean = _flags(self.means)
+            self.any_mean = self.any_mean or self.bags.feature_mean[feature] != 0
         self.bags.batch_size = batch_size
         self.bags.bag_count = feature_count * batch_size
         self.bags.width = width
@@ -451,18 +387,17 @@ cdef class _Bags:
         return self
 
     cdef int64_t first_position(self) noexcept:
-        return self.offsets[0]
+        return self.bags.bag_offsets[0]
 
     cdef int64_t last_position(self) noexcept:
-        return self.offsets[self.bags.bag_count]
+        return self.bags.bag_offsets[self.bags.bag_count]
 
-    cdef int use_rows(self, _Weights weights, const int64_t[::1] slots, const int64_t[::1] inverse,
-                      int64_t start, object unique_stop) except -1:
+    cdef int use_rows(self, _Weights weights, const Array *slots, const Array *inverse, int64_t start,
+                      object unique_stop) except -1:
         """Attach the rows that the positions stand for, all indexes checked."""
-        cdef int64_t stop = _check_uniques(slots.shape[0], start, unique_stop)
+        cdef int64_t stop = _check_uniques(slots.rows, start, unique_stop)
         _check_range(slots, start, stop, 0, weights.rows, "slots", "rows of weights")
         _check_range(inverse, self.first_position(), self.last_position(), start, stop, "inverse", "uniques")
-        self.weights = weights
         self.bags.weights = weights.at
         self.bags.type = weights.type
         self.bags.slots = _ids(slots)
@@ -502,15 +437,16 @@ def pooled_forward(weights, slots, inverse, bag_offsets, feature_mean, out_cols,
     num_threads : int, optional
     """
     cdef _Weights source = _Weights.open(weights, "weights", -1, -1, False)
-    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
-    cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
-    cdef float[:, ::1] target = _write2(out, "out", -1, -1)
+    cdef Array places, uniques, target
+    _index1(slots, "slots", -1, &places)
+    _index1(inverse, "inverse", -1, &uniques)
+    _floats2(out, "out", -1, -1, True, &target)
     source.check_dim("weights")
     cdef int64_t dim = source.dim
-    cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, per_sample_weights, uniques.shape[0],
-                                  target.shape[0], target.shape[1], dim)
-    call.use_rows(source, places, uniques, unique_start, unique_stop)
-    call.bags.out = _to2(target)
+    cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, per_sample_weights, uniques.rows, target.rows,
+                                  target.columns, dim)
+    call.use_rows(source, &places, &uniques, unique_start, unique_stop)
+    call.bags.out = <float *>target.at
     call.run(ec_pool_pick(USE_AVX2), (call.last_position() - call.first_position() + call.bags.bag_count) * dim,
              num_threads)
 
@@ -526,27 +462,21 @@ def per_sample_weight_grad(grad_out, weights, slots, inverse, bag_offsets, featu
     out : float32 (bag_offsets[-1] - bag_offsets[0],)
         Written; element i belongs to position bag_offsets[0] + i.
     """
-    cdef const float[:, ::1] grad = _read2(grad_out, "grad_out", -1, -1)
+    cdef Array grad, places, uniques, target
+    _floats2(grad_out, "grad_out", -1, -1, False, &grad)
     cdef _Weights source = _Weights.open(weights, "weights", -1, -1, False)
-    cdef const int64_t[::1] places = _index1(slots, "slots", -1)
-    cdef const int64_t[::1] uniques = _index1(inverse, "inverse", -1)
-    cdef float[::1] target
+    _index1(slots, "slots", -1, &places)
+    _index1(inverse, "inverse", -1, &uniques)
     source.check_dim("weights")
     cdef int64_t dim = source.dim
-    cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, None, uniques.shape[0], grad.shape[0],
-                                  grad.shape[1], dim)
+    cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, None, uniques.rows, grad.rows, grad.columns, dim)
     cdef int64_t count = call.last_position() - call.first_position()
-    call.use_rows(source, places, uniques, unique_start, unique_stop)
-    try:
-        target = out
-    except (TypeError, ValueError, BufferError):
-        raise _unfit("out", "writable " + _need1("float32", count), out) from None
-    if target is None or target.shape[0] != count:
-        raise _unfit("out", "writable " + _need1("float32", count), out)
+    call.use_rows(source, &places, &uniques, unique_start, unique_stop)
+    _floats1(out, "out", count, True, &target)
     if count == 0:
         return
-    call.bags.grad = _at2(grad)
-    call.bags.out = &target[0]
+    call.bags.grad = <const float *>grad.at
+    call.bags.out = <float *>target.at
     call.run(ec_coef_grad_pick(USE_AVX2), 2 * count * dim, num_threads)
 
 
@@ -644,19 +574,12 @@ cdef class UpdateRule:
 
 
 cdef class _Segments:
-    """Checked uniques of one call; holds the arrays and the scratch memory that `seg` points into."""
+    """Checked uniques of one call, and the scratch memory of it; the door's caller holds the arrays that `seg` points into."""
 
     cdef ec_segments seg
-    cdef const int64_t[::1] order
-    cdef const int64_t[::1] offsets
-    cdef const int64_t[::1] slots
-    cdef const uint8_t[::1] admitted
-    cdef const float[:, ::1] grad
-    cdef float[:, ::1] out
-    cdef _Weights weights
-    cdef float[:, ::1] state0
-    cdef float[:, ::1] state1
-    cdef UpdateRule rule
+    cdef Array order
+    cdef int64_t unique_count    # of the whole batch
+    cdef tuple states            # held: they may come from a sequence that makes them as it is asked
     cdef void *sources
     cdef void *factors
     cdef void *hot
@@ -672,73 +595,78 @@ cdef class _Segments:
     cdef _Segments check(object occurrence_order, object segment_offsets, object admitted, int64_t start,
                          object unique_stop, int64_t dim):
         cdef _Segments self = _Segments.__new__(_Segments)
-        self.order = _index1(occurrence_order, "occurrence_order", -1)
-        self.offsets = _index1(segment_offsets, "segment_offsets", -1)
-        if self.offsets.shape[0] < 1:
+        cdef Array offsets
+        _index1(occurrence_order, "occurrence_order", -1, &self.order)
+        _index1(segment_offsets, "segment_offsets", -1, &offsets)
+        if offsets.rows < 1:
             raise ShapeError("segment_offsets is empty; give one offset more than there are uniques")
-        cdef int64_t stop = _check_uniques(self.offsets.shape[0] - 1, start, unique_stop)
-        _check_offsets(self.offsets, start, stop, self.order.shape[0], "segment_offsets", "positions")
-        self.allow(admitted, self.offsets.shape[0] - 1)
-        self.seg.order = _ids(self.order)
-        self.seg.offsets = _ids(self.offsets)
+        self.unique_count = offsets.rows - 1
+        cdef int64_t stop = _check_uniques(self.unique_count, start, unique_stop)
+        _check_offsets(&offsets, start, stop, self.order.rows, "segment_offsets", "positions")
+        self.allow(admitted, self.unique_count)
+        self.seg.order = _ids(&self.order)
+        self.seg.offsets = _ids(&offsets)
         self.seg.start = start
         self.seg.stop = stop
         self.seg.dim = dim
         return self
 
     cdef int allow(self, object admitted, int64_t unique_count) except -1:
+        cdef Array mask
         if admitted is not None:
-            self.admitted = _flag1(admitted, "admitted", unique_count)
+            _flag1(admitted, "admitted", unique_count, &mask)
             # An empty mask has no address, and NULL would mean "all"; then there is no unique to ask about.
-            self.seg.admitted = _flags(self.admitted)
+            self.seg.admitted = <const uint8_t *>mask.at
         return 0
 
     cdef int check_positions(self, int64_t first, int64_t last) except -1:
         """All positions of the range of uniques lie in [first, last)."""
         self.seg.first_position = first
-        return _check_range(self.order, self.offsets[self.seg.start], self.offsets[self.seg.stop], first, last,
+        return _check_range(&self.order, self.seg.offsets[self.seg.start], self.seg.offsets[self.seg.stop], first, last,
                             "occurrence_order", "positions of these bags")
 
     cdef int target(self, object out) except -1:
-        self.out = _write2(out, "out", self.seg.stop - self.seg.start, self.seg.dim)
-        self.seg.out = _to2(self.out)
+        cdef Array rows
+        _floats2(out, "out", self.seg.stop - self.seg.start, self.seg.dim, True, &rows)
+        self.seg.out = <float *>rows.at
         return 0
 
     cdef int apply(self, UpdateRule rule, _Weights weights, object states, object slots, int64_t unique_count) except -1:
         """Attach what an update changes."""
+        cdef Array places, state
         cdef int64_t rows, wide
         if rule is None:
             raise ShapeError("rule is None; give an UpdateRule")
-        self.rule = rule
-        self.weights = weights
-        self.slots = _index1(slots, "slots", unique_count)
+        self.states = tuple(states)
+        _index1(slots, "slots", unique_count, &places)
         rows = weights.rows
-        _check_range(self.slots, self.seg.start, self.seg.stop, 0, rows, "slots", "rows of weights")
-        if len(states) != rule.state_count:
-            raise ShapeError(f"states has {len(states)} arrays; {rule.kind} needs {rule.state_count}")
+        _check_range(&places, self.seg.start, self.seg.stop, 0, rows, "slots", "rows of weights")
+        if len(self.states) != rule.state_count:
+            raise ShapeError(f"states has {len(self.states)} arrays; {rule.kind} needs {rule.state_count}")
         self.seg.weights = weights.at
         self.seg.type = weights.type
         self.seg.weight_bytes = weights.row_bytes
         self.seg.state0 = self.seg.state1 = <float *>weights.at
         wide = 1 if rule.rule.kind == EC_ROWWISE_ADAGRAD else self.seg.dim
         if rule.state_count > 0:
-            self.state0 = _write2(states[0], "states[0]", rows, wide)
-            self.seg.state0 = _to2(self.state0)
+            _floats2(self.states[0], "states[0]", rows, wide, True, &state)
+            self.seg.state0 = <float *>state.at
             self.seg.width0 = wide
         if rule.state_count > 1:
-            self.state1 = _write2(states[1], "states[1]", rows, wide)
-            self.seg.state1 = _to2(self.state1)
+            _floats2(self.states[1], "states[1]", rows, wide, True, &state)
+            self.seg.state1 = <float *>state.at
             self.seg.width1 = wide
-        self.seg.slots = _ids(self.slots)
+        self.seg.slots = _ids(&places)
         self.seg.rule = &rule.rule
         return 0
 
     cdef int pooled(self, object grad_out, object bag_offsets, object feature_mean, object out_cols,
                     object per_sample_weights, object num_threads) except -1:
         """Attach the gradients of bags."""
-        self.grad = _read2(grad_out, "grad_out", -1, -1)
-        cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, per_sample_weights, self.order.shape[0],
-                                      self.grad.shape[0], self.grad.shape[1], self.seg.dim)
+        cdef Array grad
+        _floats2(grad_out, "grad_out", -1, -1, False, &grad)
+        cdef _Bags call = _Bags.check(bag_offsets, feature_mean, out_cols, per_sample_weights, self.order.rows, grad.rows,
+                                      grad.columns, self.seg.dim)
         cdef int64_t count = call.last_position() - call.first_position()
         self.check_positions(call.first_position(), call.last_position())
         if count == 0:
@@ -751,23 +679,24 @@ cdef class _Segments:
         call.bags.sources = <int64_t *>self.sources
         call.bags.factors = <float *>self.factors
         call.run(ec_sources_pick(USE_AVX2), count + call.bags.bag_count, num_threads)
-        self.seg.grad = _at2(self.grad)
+        self.seg.grad = <const float *>grad.at
         self.seg.sources = <int64_t *>self.sources
         self.seg.factors = <float *>self.factors
         return 0
 
     cdef int sequence(self, object grad_out, int64_t first_position) except -1:
         """Attach the gradients of a sequence."""
-        self.grad = _read2(grad_out, "grad_out", -1, self.seg.dim)
-        self.check_positions(first_position, first_position + self.grad.shape[0])
-        self.seg.grad = _at2(self.grad)
+        cdef Array grad
+        _floats2(grad_out, "grad_out", -1, self.seg.dim, False, &grad)
+        self.check_positions(first_position, first_position + grad.rows)
+        self.seg.grad = <const float *>grad.at
         return 0
 
     cdef int run(self, object num_threads) except -1:
         cdef int64_t unique_count = self.seg.stop - self.seg.start
         if unique_count == 0:
             return 0
-        cdef int64_t occurrences = self.offsets[self.seg.stop] - self.offsets[self.seg.start]
+        cdef int64_t occurrences = self.seg.offsets[self.seg.stop] - self.seg.offsets[self.seg.start]
         cdef int threads = _threads(num_threads, (occurrences + unique_count) * self.seg.dim)
         if threads > 1:
             self.sum_hot(threads)
@@ -804,9 +733,11 @@ cdef class _Segments:
 
 cdef int64_t _columns(object array, str name) except -1:
     """Row length of a float32 matrix whose other checks come later."""
-    cdef const float[:, ::1] view = _read2(array, name, -1, -1)
-    _check_dim(view, name)
-    return view.shape[1]
+    cdef Array view
+    _floats2(array, name, -1, -1, False, &view)
+    if not 1 <= view.columns <= EC_MAX_DIM:
+        raise ShapeError(f"{name} has rows of {view.columns} elements; a row has 1 to {EC_MAX_DIM}")
+    return view.columns
 
 
 cdef _Weights _updated(object weights):
@@ -878,15 +809,16 @@ def update(UpdateRule rule, weights, states, slots, grad, *, admitted=None, num_
     """
     cdef _Segments call = _Segments.__new__(_Segments)
     cdef int threads
+    cdef Array gradients
     cdef _Weights rows = _updated(weights)
     call.seg.dim = rows.dim
-    call.grad = _read2(grad, "grad", -1, call.seg.dim)
-    call.seg.stop = call.grad.shape[0]
+    _floats2(grad, "grad", -1, call.seg.dim, False, &gradients)
+    call.seg.stop = gradients.rows
     call.apply(rule, rows, states, slots, call.seg.stop)
     call.allow(admitted, call.seg.stop)
     if call.seg.stop == 0:
         return
-    call.seg.rows = _at2(call.grad)
+    call.seg.rows = <const float *>gradients.at
     threads = _threads(num_threads, 2 * call.seg.stop * call.seg.dim)
     call.seg.task_count = _task_count(threads, call.seg.stop)
     with nogil:
@@ -907,7 +839,7 @@ def segment_update_pooled(UpdateRule rule, weights, states, slots, grad_out, occ
     cdef _Weights rows = _updated(weights)
     cdef _Segments call = _Segments.check(occurrence_order, segment_offsets, admitted, unique_start, unique_stop,
                                           rows.dim)
-    call.apply(rule, rows, states, slots, call.offsets.shape[0] - 1)
+    call.apply(rule, rows, states, slots, call.unique_count)
     call.pooled(grad_out, bag_offsets, feature_mean, out_cols, per_sample_weights, num_threads)
     call.run(num_threads)
 
@@ -919,6 +851,6 @@ def segment_update_sequence(UpdateRule rule, weights, states, slots, grad_out, o
     cdef _Weights rows = _updated(weights)
     cdef _Segments call = _Segments.check(occurrence_order, segment_offsets, admitted, unique_start, unique_stop,
                                           rows.dim)
-    call.apply(rule, rows, states, slots, call.offsets.shape[0] - 1)
+    call.apply(rule, rows, states, slots, call.unique_count)
     call.sequence(grad_out, first_position)
     call.run(num_threads)

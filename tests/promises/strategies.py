@@ -69,21 +69,31 @@ optimizers = st.sampled_from(
 
 
 @st.composite
-def filters(draw: st.DrawFn, *, time_source: str | None = None) -> ec.AdmitAndEvictConfig:
-    """A filter that admits late, evicts by time, or both."""
-    kind = draw(st.sampled_from(["admit", "evict", "both"]))
-    admit = {} if kind == "evict" else {"admit_threshold": draw(st.integers(2, 4))}
-    evict = {}
-    if kind != "admit":
+def filters(draw: st.DrawFn, *, time_source: str | None = None, chance: bool = True) -> ec.AdmitAndEvictConfig:
+    """A filter that admits late, evicts by time, or both, or does both by score; some draw by chance or count in a sketch."""
+    kinds = ["admit", "evict", "both"] + (["scores"] if time_source is None else [])
+    kind = draw(st.sampled_from(kinds))
+    options: dict[str, object] = {"not_admitted_default_value": draw(st.sampled_from([0.0, 0.5, -1.0]))}
+    if kind != "evict":
+        options["admit_threshold"] = draw(st.integers(2, 4))
+        options["admit_probability"] = draw(st.sampled_from([1.0, 1.0, 1.0, 0.5])) if chance else 1.0
+        options["sketch_bytes"] = draw(st.sampled_from([0, 0, 0, 1024])) if kind != "scores" else 0
+    if kind in ("evict", "both"):
         source = time_source or draw(st.sampled_from(["timestamps", "step"]))
-        threshold = draw(st.integers(1, 6) if source == "step" else st.integers(5, 60))
-        evict = {
-            "evict_threshold": threshold,
-            "evict_step_interval": draw(st.integers(1, 4)),
-            "time_source": source,
-        }
-    default = draw(st.sampled_from([0.0, 0.5, -1.0]))
-    return ec.AdmitAndEvictConfig(**admit, **evict, not_admitted_default_value=default)
+        options["evict_threshold"] = draw(st.integers(1, 6) if source == "step" else st.integers(5, 60))
+        options["time_source"] = source
+    if kind == "scores":
+        options["policy"] = "show_click"
+        options["show_click"] = ec.ShowClick(
+            alpha=1.0,
+            beta=draw(st.sampled_from([0.0, 1.5])),
+            score_decay=draw(st.sampled_from([1.0, 0.7])),
+            evict_percentage=draw(st.sampled_from([0.2, 0.6])),
+        )
+    if kind != "admit":
+        options["evict_step_interval"] = draw(st.integers(1, 4))
+        options["evict_keep_min"] = draw(st.sampled_from([0, 0, 0, 2, 6]))
+    return ec.AdmitAndEvictConfig(**options)  # type: ignore[arg-type]
 
 
 DIMS = (1, 2, 3, 4, 5, 6, 8, 16, 24)
@@ -137,14 +147,15 @@ def make_batch(
     weighted: bool = False,
     skew: float = 2.0,
 ) -> ec.JaggedFeatures:
-    """A batch whose keys lie toward the front of `pool`; timestamps around `now`, some of them old."""
+    """A batch whose keys lie toward the front of `pool`; timestamps around `now`, some of them old, and labels."""
     bags = rng.choice(np.array(lengths), size=len(names) * batch_size)
     count = int(bags.sum())
     places = (len(pool) * rng.random(count) ** skew).astype(np.int64)
     values = np.array(pool, dtype=np.int64)[places]
     weights = rng.integers(-8, 9, count).astype(np.float32) / 4 if weighted else None
     timestamps = None if now is None else now + rng.integers(-30, 6, count)
-    return ec.JaggedFeatures(list(names), values, bags.astype(np.int64), weights, timestamps)
+    labels = None if now is None else rng.integers(0, 2, batch_size)
+    return ec.JaggedFeatures(list(names), values, bags.astype(np.int64), weights, timestamps, labels)
 
 
 @dataclass(frozen=True)
@@ -200,7 +211,8 @@ def worlds(
     pool = draw(pools(high=60))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     weighted = draw(st.booleans())
-    stamped = any(table.admit_and_evict and table.admit_and_evict.needs_timestamps for table in chosen)
+    rules = [table.admit_and_evict for table in chosen if table.admit_and_evict is not None]
+    stamped = any(rule.needs_timestamps or rule.needs_labels for rule in rules)
     accumulate, joint = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2)]))
     count = draw(st.integers(*steps)) // 2 * 2
     batches = []

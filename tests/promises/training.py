@@ -77,13 +77,13 @@ def evaluate(collection: Collection, batch: ec.JaggedFeatures) -> list[bytes]:
         collection.train(was)
 
 
-def rows_of(view: Any) -> dict[int, tuple[bytes, bytes, int | None, int | None]]:
+def rows_of(view: Any) -> dict[int, tuple[bytes, bytes, float | None, int | None]]:
     """key -> (weights, state, frequency, timestamp) of every row, by iteration over the coherent view."""
-    rows: dict[int, tuple[bytes, bytes, int | None, int | None]] = {}
+    rows: dict[int, tuple[bytes, bytes, float | None, int | None]] = {}
     for keys, weights, state, frequency, timestamp in view.items(batch_rows=7):
         for i, key in enumerate(keys.tolist()):
             assert key not in rows, f"key {key} came twice"
-            counters = (None, None) if frequency is None else (int(frequency[i]), int(timestamp[i]))
+            counters = (None, None) if frequency is None else (frequency[i].item(), int(timestamp[i]))
             rows[key] = (weights[i].tobytes(), state[i].tobytes(), *counters)
     return rows
 

@@ -45,6 +45,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .checkpoint import generations
     from .features import JaggedFeatures, JaggedTensor, KeyedTensor
     from .manager import EmbCacheManager
     from .modules import EmbeddingBagCollection, EmbeddingCollection
@@ -67,6 +68,7 @@ _LAZY = {
     "KeyedTensor": "features",
     "SwapInfo": "swapinfo",
     "TableView": "view",
+    "generations": "checkpoint",
     "hash_strings": "table",
     "simulate": "replay",
 }
@@ -112,6 +114,7 @@ __all__ = [
     "UncleanDirectoryError",
     "Uniform",
     "Zeros",
+    "generations",
     "hash_strings",
     "simulate",
 ]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ._core.table import TableStats
+    from .checkpoint import RestoreReport, TableDescription
 
 __all__ = ["EmbTable", "hash_strings", "initializer_spec"]
 
@@ -368,6 +369,7 @@ class EmbTable:
             directory=directory,
         )
         self._owner, self._kind = owner, kind
+        self._saved: tuple[str, int] | None = None  # the generation that a delta would change
         if directory is not None:
             self._closer = weakref.finalize(self, _close_dropped, self._core)
 
@@ -488,6 +490,94 @@ class EmbTable:
     def erase(self, keys: npt.ArrayLike) -> int:
         """Remove keys and return how many were there; absent ones and repetitions are passed over."""
         return self._core.erase(as_keys(keys, self._owner))
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        delta: bool = False,
+        state: dict[str, bytes] | None = None,
+        keep: int | None = None,
+    ) -> int:
+        """Write a generation of a checkpoint: it is whole and durable when this returns, or absent.
+
+        Parameters
+        ----------
+        path : path
+            The checkpoint's directory, made where it is absent.
+        delta : bool
+            Write only what changed since this table was last saved at, or restored from, `path`. Where that is not known, or
+            deltas have come to as much as a full generation costs, a full one is written all the same.
+        state : dict of str to bytes, optional
+            Your own, for `RestoreReport.state`.
+        keep : int, optional
+            Remove all but this many of the newest generations, and those that these need.
+
+        Returns
+        -------
+        int
+            The generation.
+
+        Raises
+        ------
+        ChangedError
+            The table was changed meanwhile.
+        LockedError
+            Somebody else is saving there.
+        DiskFullError, StorageError
+            What was saved before is intact.
+        CorruptionError
+            The catalogue at `path` is damaged: save to another path.
+        """
+        from . import checkpoint
+
+        return checkpoint.save_emb_table(self, path, delta=bool(delta), state=state, keep=keep)
+
+    def restore(self, path: str | os.PathLike[str], generation: int | None = None) -> RestoreReport:
+        """Replace all rows by those of a generation: the newest that holds, unless one is given.
+
+        The table is filled beside the present one and takes its place in the end; a failure leaves everything as it was. A
+        file-backed table must be empty.
+
+        Raises
+        ------
+        ConfigError
+            No such checkpoint or table, or one of another dim, dtype or state; the message says what to do.
+        CorruptionError
+            No generation, or not the given one, is as it was written.
+        HostMemoryError, DiskFullError, StorageError
+        """
+        from . import checkpoint
+
+        return checkpoint.restore_emb_table(self, path, generation)
+
+    @property
+    def saved(self) -> tuple[str, int] | None:
+        """(path, generation) that this table was last saved at or restored from; None before."""
+        return self._saved
+
+    def note_saved(self, path: str, generation: int, core: Table | None = None) -> None:
+        """For the checkpoint: these are what a delta would change; `core` takes the place of the rows."""
+        self._saved = (path, generation)
+        if core is not None:
+            self._core = core
+
+    @property
+    def description(self) -> TableDescription:
+        """What a checkpoint says of this table."""
+        from .checkpoint import TableDescription
+
+        return TableDescription(
+            self.name,
+            self.dim,
+            self.state_dim,
+            self.dtype,
+            list(initializer_spec(self.initializer)),
+            self.seed,
+            self._core.with_filter,
+        )
 
     # ------------------------------------------------------------------------------------------------------- the whole
 

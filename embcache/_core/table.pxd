@@ -137,5 +137,6 @@ cdef class Table:
     cdef int move_opened(self, const int64_t[::1] rows, int64_t height, ec_rows_buffer *buffer, const int64_t[::1] places,
                          object states, bint write) except -1
     cdef object unfit(self, str what, object weights, bint write)
+    cdef int collect(self, const int64_t[::1] extents, uint8_t flags, int64_t[::1] rows, int64_t *count) except -1
     cdef int settle_limbo(self, const int64_t[::1] keys, const int64_t[::1] rows, bint attach) except -1
     cdef int64_t mapped_bytes(self) noexcept

@@ -81,6 +81,9 @@ cdef extern from "ec_table.h":
         ec_init init
         float *initial_state
         ec_backing *backing
+        int tracking
+        int64_t *erased
+        int64_t erased_count, erased_slots
         pthread_rwlock_t lock
 
     ec_partition *ec_partitions_copy(const ec_partition *source, int64_t count, int64_t slots) noexcept nogil
@@ -128,6 +131,15 @@ cdef extern from "ec_insert.h":
     void ec_settle(const ec_insertion *b, int64_t share, ec_share_result *result) noexcept nogil
     void ec_insert_undo(const ec_insertion *b) noexcept nogil
     void ec_insert_finish(const ec_insertion *b, int64_t begin, int64_t end) noexcept nogil
+
+cdef extern from "ec_changes.h":
+    const int EC_CHANGED
+    const int EC_UNTRACKED
+    const int EC_TRACKED
+    void ec_table_mark_saved(ec_table *t) noexcept nogil
+    int64_t ec_table_count(const ec_table *t, uint8_t flags) noexcept nogil
+    int64_t ec_table_save_order(const ec_table *t, int64_t *extents, uint8_t *starts) noexcept nogil
+    int64_t ec_table_rows_of_extent(const ec_table *t, int64_t extent, uint8_t flags, int64_t *rows) noexcept nogil
 
 cdef extern from "ec_memory.h":
     int64_t ec_take_countdown
@@ -204,6 +216,10 @@ cdef void _destroy(ec_table *handle) noexcept nogil:
     free(t.extent_local)
     free(t.free_extents)
     free(t.initial_state)
+    free(t.erased)
+    t.erased = NULL
+    t.erased_count = t.erased_slots = 0
+    t.tracking = EC_UNTRACKED
     t.extent_local = NULL
     t.free_extents = NULL
     t.initial_state = NULL
@@ -1211,9 +1227,121 @@ cdef class Table:
                 for i in range(n):
                     table_freq(self.t, rows[i])[0] = frequencies[i]
                     table_ts(self.t, rows[i])[0] = timestamps[i]
+                    table_flags(self.t, rows[i])[0] |= EC_CHANGED
                 self.t.version += 1
         finally:
             self.leave()
+
+    # ------------------------------------------------------------------------------------------------- for checkpoints
+
+    def mark_saved(self, version=None):
+        """Count changes from now on: `changed` is 0, `erased_keys` empty. With `version`, only if that is the table's; True if so.
+
+        It is no change itself; of a file-backed table it leaves a clean directory clean.
+        """
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef uint64_t wanted = 0 if version is None else version
+        cdef bint always = version is None, marked = False
+        cdef int status
+        self.check_process()
+        with nogil:
+            status = _lock(t, True)
+            if status == EC_OK:
+                marked = always or t.version == wanted
+                if marked:
+                    ec_table_mark_saved(self.t)
+                table_unlock(self.t)
+        if status != EC_OK:
+            raise self.failure(status, 0)
+        return marked
+
+    @property
+    def tracked(self):
+        """Whether `changed` rows and `erased_keys` are all that changed since `mark_saved`: False before it was called, and where
+        more keys were erased than the table has."""
+        return (<ec_table_fields *>self.t).tracking == EC_TRACKED
+
+    def changed(self):
+        """Number of rows that were born or written since `mark_saved`, or ever."""
+        cdef int64_t count
+        self.enter(False)
+        try:
+            with nogil:
+                count = ec_table_count(self.t, EC_CHANGED)
+            return count
+        finally:
+            self.leave()
+
+    def erased_keys(self):
+        """Keys that were erased since `mark_saved` and are absent now: int64, sorted; None where they are not known."""
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef int64_t[::1] out, places
+        self.enter(False)
+        try:
+            if t.tracking != EC_TRACKED:
+                return None
+            keys = np.empty(t.erased_count, dtype=np.int64)
+            if t.erased_count == 0:
+                return keys
+            out = keys
+            memcpy(&out[0], t.erased, <size_t>t.erased_count * sizeof(int64_t))
+            keys = np.unique(keys)
+            out = keys
+            rows = np.empty(len(keys), dtype=np.int64)
+            places = rows
+            with nogil:
+                table_find(self.t, &out[0], NULL, out.shape[0], &places[0], self.num_threads)
+        finally:
+            self.leave()
+        return keys[rows < 0]
+
+    def save_order(self):
+        """(extents int64, starts bool): extents in the order in which a checkpoint reads them; chunks are cut where starts is True.
+
+        Extents of neighbouring vshards come together, each once. `rows_of` reads them.
+        """
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef int64_t count
+        cdef int64_t[::1] order
+        cdef uint8_t[::1] marks
+        self.enter(False)
+        try:
+            extents = np.empty(t.extent_count + 1, dtype=np.int64)
+            starts = np.empty(t.extent_count + 1, dtype=np.uint8)
+            order = extents
+            marks = starts
+            with nogil:
+                count = ec_table_save_order(self.t, &order[0], &marks[0])
+        finally:
+            self.leave()
+        if count < 0:
+            raise HostMemoryError(f"table {self.name!r}: no host memory to list its extents")
+        return extents[:count], starts[:count].astype(bool)
+
+    def rows_of(self, const int64_t[::1] extents not None, bint changed=False):
+        """Live rows of extents, in their order, as row indexes int64; with `changed` only those that `changed` counts."""
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef int64_t count = 0
+        cdef uint8_t flags = EC_CHANGED if changed else 0
+        self.enter(False)
+        try:
+            self.check_rows(extents, t.extent_count, "extent")
+            if extents.shape[0] and int(np.min(extents)) < 0:
+                raise ShapeError(f"table {self.name!r}: extent {int(np.min(extents))} is negative")
+            rows = np.empty(extents.shape[0] * EC_EXTENT_ROWS, dtype=np.int64)
+            if extents.shape[0] == 0:
+                return rows
+            self.collect(extents, flags, rows, &count)
+            return rows[:count]
+        finally:
+            self.leave()
+
+    cdef int collect(self, const int64_t[::1] extents, uint8_t flags, int64_t[::1] rows, int64_t *count) except -1:
+        cdef int64_t i
+        with nogil:
+            for i in range(extents.shape[0]):
+                count[0] += ec_table_rows_of_extent(self.t, extents[i], flags, &rows[count[0]])
+        return 0
 
     # ----------------------------------------------------------------------------------------- the planner's undo, by hand
 

@@ -20,6 +20,12 @@ and of a restore::
         for rows in reader.rows(name): ...               # each key of the rank's vshards once, with its newest row
         reader.filter(name); reader.state(name)
 
+`save_table` and `fill` do both for a compiled table: `save_table(writer, core, description, changed=...)`, then, once published,
+`core.mark_saved(version)`; `core.changed()`, `core.erased_keys()` and `core.tracked` say what a delta would hold, `delta_pays`
+whether it is worth it.
+
+`holding` yields readers from the newest generation to the oldest, for a restore that falls back when a chunk is damaged.
+
 `generations`, `prune` and `verify` work on a whole directory. What lies where: docs/format.md.
 
 Invariants: nothing that was published is ever changed in place; a generation exists from the moment its manifest appears
@@ -29,11 +35,13 @@ under its name; bytes that do not match their digest are named and never handed 
 from __future__ import annotations
 
 from .description import TableDescription
+from .emb_table import holding, restore_emb_table, save_emb_table
 from .files import Files
 from .generations import GenerationInfo, delta_pays, generations, prune
 from .manifest import publish
 from .names import next_generation, vshards_of
 from .reader import FilterState, Reader, Rows
+from .snapshot import RestoreReport, fill, row_batches, save_table
 from .verify import Finding, verify
 from .writer import Writer
 
@@ -43,14 +51,21 @@ __all__ = [
     "Finding",
     "GenerationInfo",
     "Reader",
+    "RestoreReport",
     "Rows",
     "TableDescription",
     "Writer",
     "delta_pays",
+    "fill",
     "generations",
+    "holding",
     "next_generation",
     "prune",
     "publish",
+    "restore_emb_table",
+    "row_batches",
+    "save_emb_table",
+    "save_table",
     "verify",
     "vshards_of",
 ]

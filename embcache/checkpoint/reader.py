@@ -80,6 +80,8 @@ class Reader:
         ``"chunks"``: a generation holds if every chunk of it that this rank is going to read does, which is found out by
         reading them all now. ``"catalogue"``: if its manifest, its catalogues and the lengths of its files do; a damaged chunk
         then raises when it is read, so whoever fills something must be able to throw it away.
+    before : int, optional
+        Without `generation`: look at older ones than this only.
 
     Attributes
     ----------
@@ -113,6 +115,7 @@ class Reader:
         world: int = 1,
         *,
         check: str = "chunks",
+        before: int | None = None,
     ) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.rank, self.world = check_rank("Reader", rank, world)
@@ -125,16 +128,17 @@ class Reader:
         self._levels: list[Level] = []  # the newest first
         catalogues = Catalogues(self.path)
         try:
-            self._choose(generation, check == "chunks", catalogues)
+            self._choose(generation, before, check == "chunks", catalogues)
         finally:
             catalogues.close()
         self.generation = self._levels[0].generation
         self.chain = [level.generation for level in reversed(self._levels)]
 
-    def _choose(self, generation: int | None, chunks: bool, catalogues: Catalogues) -> None:
-        held = published(self.path)
+    def _choose(self, generation: int | None, before: int | None, chunks: bool, catalogues: Catalogues) -> None:
+        held = [number for number in published(self.path) if before is None or number < before]
         if generation is None and not held:
-            raise ConfigError(f"{self.path}: holds no checkpoint; save one there, or give another path")
+            older = "" if before is None else f" older than generation {before}"
+            raise ConfigError(f"{self.path}: holds no checkpoint{older}; save one there, or give another path")
         for number in reversed(held) if generation is None else [generation]:
             try:
                 self._levels = open_chain(self.path, number, catalogues)

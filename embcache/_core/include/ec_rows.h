@@ -178,6 +178,7 @@ static void ec_read_span(const ec_table *t, const int64_t *rows, int64_t from, i
 
 static inline void ec_write_row(const ec_table *t, int64_t row, int64_t place, const ec_rows_buffer *buffer)
 {
+    *ec_table_flags(t, row) |= EC_CHANGED;
     ec_table_take(t, ec_table_weights(t, row), buffer->type, (const char *)buffer->weights + place * buffer->stride, t->dim);
     if (buffer->parts == 0 || t->state_dim == 0)
         return;

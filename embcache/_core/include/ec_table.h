@@ -46,10 +46,19 @@
 #define EC_SPLIT_ABOVE ((int64_t)(4 * EC_HUGE_BUCKETS * EC_BUCKET_KEYS * 3 / 4 * 7 / 8)) /* 430,080 */
 #define EC_ROOM_SPARE ((size_t)8 << 20) /* kept for the rows of the batch, page tables and the like */
 #define EC_WHOLE_PAGES_FROM 8 /* partitions from which on indexes take whole huge pages */
+#define EC_ERASED_SPARE ((int64_t)1 << 16) /* erased keys that are remembered beyond the table's own number */
 #define EC_ROWS_MAX ((int64_t)1 << 40)
 #define EC_NARROW_DIM_MAX 8192 /* weights of a row of 2-byte elements: their initial values pass through the stack */
 
-enum { EC_LIVE = 1, EC_RESIDENT = 2, EC_LIMBO = 4, EC_AGAIN = 8 /* its local came from the free list */ };
+enum {
+    EC_LIVE = 1,
+    EC_RESIDENT = 2,
+    EC_LIMBO = 4,
+    EC_AGAIN = 8,  /* its local came from the free list */
+    EC_CHANGED = 16, /* born or written since the table was last marked saved */
+};
+
+enum { EC_UNTRACKED, EC_TRACKED, EC_LOST }; /* ec_table.tracking: see ec_changes.h */
 
 /* The first cache line is all that a look-up reads. */
 typedef struct ec_partition {
@@ -88,6 +97,9 @@ typedef struct ec_table {
     ec_init init;
     float *initial_state; /* state_dim floats, or NULL for zeros */
     ec_backing *backing;  /* where columns and indexes lie; NULL: anonymous memory */
+    int tracking;         /* whether `erased` holds the keys that were erased since the table was marked saved */
+    int64_t *erased;
+    int64_t erased_count, erased_slots;
     pthread_rwlock_t lock;
 } ec_table;
 
@@ -405,7 +417,7 @@ static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, ui
             memcpy(ec_table_state(t, row), t->initial_state, bytes);
     }
     *ec_table_key(t, row) = key;
-    *ec_table_flags(t, row) = again ? EC_LIVE | EC_AGAIN : EC_LIVE;
+    *ec_table_flags(t, row) = again ? EC_LIVE | EC_CHANGED | EC_AGAIN : EC_LIVE | EC_CHANGED;
     if (t->with_filter) {
         *ec_table_freq(t, row) = 0;
         *ec_table_ts(t, row) = INT64_MIN;
@@ -453,12 +465,34 @@ static int ec_table_attach(ec_table *t, int64_t key, uint64_t hash, int64_t row)
     return EC_OK;
 }
 
+/* Remember a key whose row is gone for good. A list that is longer than the table is given up, and so is one that finds no
+ * memory: then the next checkpoint is a full one, which needs no list. */
+static void ec_table_log_erased(ec_table *t, int64_t key)
+{
+    if (t->erased_count == t->erased_slots) {
+        const int64_t slots = t->erased_slots + t->erased_slots / 2 + 1024;
+        int64_t *wider = t->erased_count > t->live + EC_ERASED_SPARE ? NULL : (int64_t *)ec_take(t->erased, (size_t)slots * sizeof *wider);
+        if (wider == NULL) {
+            free(t->erased);
+            t->erased = NULL;
+            t->erased_count = t->erased_slots = 0;
+            t->tracking = EC_LOST;
+            return;
+        }
+        t->erased = wider;
+        t->erased_slots = slots;
+    }
+    t->erased[t->erased_count++] = key;
+}
+
 /* End of a limbo row: its place becomes free. */
 static void ec_table_free_row(ec_table *t, uint64_t hash, int64_t row)
 {
     ec_partition *p = ec_table_partition(t, hash);
     if (!(*ec_table_flags(t, row) & EC_LIMBO))
         return; /* erased from the host table behind the planner's back */
+    if (t->tracking == EC_TRACKED)
+        ec_table_log_erased(t, *ec_table_key(t, row));
     ec_table_leave_limbo(t, p, hash);
     ec_partition_push(t, p, ec_table_local(t, row));
 }

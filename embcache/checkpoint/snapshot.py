@@ -1,0 +1,157 @@
+"""A compiled table to a generation, and back: rows are copied between the table and a chunk, without another array between.
+
+Nothing here holds a lock for longer than a chunk. A table that changes while it is saved is noticed by its version, and
+the save is given up: whoever wants to go on training meanwhile has to copy out what is about to change (the manager does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ChangedError, ConfigError
+from .description import TableDescription
+from .reader import Reader
+from .writer import Writer
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from .._core.table import Table
+
+__all__ = ["RestoreReport", "fill", "row_batches", "save_table"]
+
+_BLOCK_EXTENTS = 64  # of 1024 rows: what is looked through at a time
+_CUT_FROM = 16  # a run ends a chunk only where it holds a sixteenth of one: small deltas would be mostly padding
+
+
+@dataclass
+class RestoreReport:
+    """What a restore did.
+
+    Attributes
+    ----------
+    generation : int
+    skipped : list of (int, str)
+        Newer generations that do not hold, with the reason.
+    matched : list of str
+        Tables that were restored.
+    new : list of str
+        Tables that the checkpoint lacks: they start as they were made.
+    missing : list of str
+        Tables of the checkpoint that nobody asked for.
+    changed : dict
+        Table -> what of its description has changed, of no consequence for its rows.
+    rows : dict
+        Table -> rows restored.
+    state : dict
+        The caller's bytes, by name.
+    metadata : list of dict
+        The caller's JSON of the generation, one for each rank that wrote it.
+    """
+
+    generation: int
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    matched: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    changed: dict[str, list[str]] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    state: dict[str, bytes] = field(default_factory=dict)
+    metadata: list[dict[str, Any]] = field(default_factory=list)
+
+
+def row_batches(core: Table, most: int, *, changed: bool = False) -> Iterator[npt.NDArray[np.int64]]:
+    """Row indexes of all live rows, or of those that changed since `mark_saved`: at most `most` at a time.
+
+    Each batch is one chunk's: its keys are of neighbouring vshards, as far as the table keeps them together.
+    """
+    extents, starts = core.save_order()
+    edges = [*np.flatnonzero(starts).tolist(), len(extents)]
+    pending: list[npt.NDArray[np.int64]] = []
+    held = 0
+    for begin, end in pairwise(edges):
+        for at in range(begin, end, _BLOCK_EXTENTS):
+            rows = core.rows_of(extents[at : min(at + _BLOCK_EXTENTS, end)], changed)
+            if len(rows):
+                pending.append(rows)
+                held += len(rows)
+            while held >= most:
+                together = pending[0] if len(pending) == 1 else np.concatenate(pending)
+                yield together[:most]
+                pending, held = [together[most:]], held - most
+        if held * _CUT_FROM >= most:
+            yield np.concatenate(pending)
+            pending, held = [], 0
+    if held:
+        yield np.concatenate(pending)
+
+
+def save_table(writer: Writer, core: Table, description: TableDescription, *, changed: bool = False) -> int:
+    """Write the rows of a table, or with `changed` those that changed and the keys that were erased since `mark_saved`.
+
+    Parameters
+    ----------
+    writer : Writer
+        Between `begin` and `commit`.
+    core : Table
+        Not changed by anybody meanwhile.
+    description : TableDescription
+    changed : bool
+
+    Returns
+    -------
+    int
+        The version of the table that was saved, for `mark_saved`.
+
+    Raises
+    ------
+    ChangedError
+        The table was changed meanwhile; the generation must be aborted.
+    """
+    version = core.version
+    writer.table(description)
+    if changed:
+        erased = core.erased_keys()
+        if erased is None:
+            raise ConfigError(f"table {description.name!r}: its erased keys are not known; write it whole")
+        writer.write_erased(description, erased)
+    for rows in row_batches(core, writer.rows_per_chunk(description), changed=changed):
+        _copy_out(writer, core, description, rows)
+    if core.version != version:
+        raise ChangedError(f"table {description.name!r}: changed while it was saved; save it between changes")
+    return version
+
+
+def _copy_out(writer: Writer, core: Table, description: TableDescription, rows: npt.NDArray[np.int64]) -> None:
+    """One chunk: the table's rows go straight into the memory that is written."""
+    arrays = writer.rows_to_fill(description, len(rows))
+    keys, frequencies, timestamps = core.columns(rows)
+    arrays["keys"][:] = keys
+    if description.with_filter:
+        arrays["frequencies"][:] = frequencies
+        arrays["timestamps"][:] = timestamps
+    core.read_into(rows, arrays["weights"], None, [arrays["state"]] if description.state_dim else [])
+    writer.write_filled(description, len(rows))
+
+
+def fill(reader: Reader, core: Table, name: str) -> int:
+    """Put a table's rows, of the reader's vshards, into an empty table of the same shape; returns their number.
+
+    Raises
+    ------
+    CorruptionError, HostMemoryError, DiskFullError
+        The table holds some of the rows and must be thrown away, or emptied.
+    """
+    count = 0
+    for rows in reader.rows(name):
+        indexes = core.insert(rows.keys)
+        core.write_from(indexes, rows.weights, None, [rows.state] if core.state_dim else [])
+        if core.with_filter and rows.frequencies is not None and rows.timestamps is not None:
+            core.write_columns(indexes, rows.frequencies, rows.timestamps)
+        count += len(rows.keys)
+    return count

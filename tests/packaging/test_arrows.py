@@ -22,6 +22,8 @@ LAYERS = [
     ["_core", "config"],
     ["checkpoint"],
     ["budget", "filterfile", "table"],
+    ["commands"],
+    ["cli"],
     ["features", "hostmemory", "lookup", "replay"],
     ["devices", "layout"],
     ["buffer", "door", "optim", "swapinfo"],
@@ -32,7 +34,7 @@ LAYERS = [
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Packages: their files import each other and what is below the package.
-FOLDERS = {"checkpoint", "devices"}
+FOLDERS = {"checkpoint", "commands", "devices"}
 TORCH = {"features", "hostmemory", "lookup", "devices", "layout", "buffer", "optim", "manager", "fused", "modules"}
 
 

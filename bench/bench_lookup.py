@@ -34,10 +34,13 @@ class World:
         self.rows, self.dim, self.threads = rows, dim, threads
         keys = keys_of(np.arange(rows))
         self.table = ec.EmbTable("lookup", dim, num_threads=threads)
+        self.single = ec.EmbTable("lookup", dim, num_threads=1) if threads > 1 else None  # what more threads gain
         self.huge = HugeMemory(rows, dim)
         self.plain = np.empty((rows, dim), dtype=np.float32)
         for start in range(0, rows, PIECE):
             self.plain[start : start + PIECE] = self.table.lookup(keys[start : start + PIECE])
+            if self.single is not None:
+                self.single.insert(keys[start : start + PIECE])
         self.huge.array[:] = self.plain
         self.tensor = torch.from_numpy(self.plain)
         sampler = Sampler(rows)
@@ -51,6 +54,8 @@ class World:
     def close(self) -> None:
         self.table.close()
         self.huge.close()
+        if self.single is not None:
+            self.single.close()
 
 
 @pytest.fixture(scope="module", params=[(32, 1), (64, 1), (64, 2), (128, 1)], ids=lambda p: f"dim{p[0]}-threads{p[1]}")
@@ -97,6 +102,9 @@ def test_lookup(race: Race, world: World, kind: str) -> None:
             same,
         )
     )
+    single = world.single
+    if single is not None:
+        peers.append(Contender("embcache, one thread", lambda i: single.lookup(queries[i], theirs, insert=False), same))
     ours = Contender("embcache", lambda i: world.table.lookup(queries[i], out, insert=False))
     case = f"lookup(out=), {world.rows / 1e6:g} M x {world.dim}, {kind}"
     race("lookup", case, ours, [*peers], threads=threads, work=QUERIES, unit=MILLION_ROWS)

@@ -89,6 +89,7 @@ TARGETS: Sequence[Target] = (
     Target("lookup(out=), 128 B rows: share of the copy", r"lookup\(out=\), \S+ M x 32, uniform", COPY, 0.4, 0.55),
     Target("lookup(out=), 256 B rows: share of the copy", r"lookup\(out=\), \S+ M x 64, uniform", COPY, 0.4, 0.7),
     Target("lookup(out=), 512 B rows: share of the copy", r"lookup\(out=\), \S+ M x 128, uniform", COPY, 0.6, 0.8),
+    Target("lookup(out=), two threads, against one", r"lookup\(out=\), .* x 64,", "embcache, one thread", 1.5, 1.5, 2),
     Target(
         "insert, 10 M new keys x 64, one call: share of a memset",
         "insert 10 M new keys x 64, one call",

@@ -83,6 +83,13 @@ TARGETS: Sequence[Target] = (
     Target("find, 10 M, hits, against pandas' khash", "find, 10 M keys, hits", "pandas Int64HashTable", 6.0, 7.0),
     Target("find, 10 M, uniform hits: share of one line a key", "find, 10 M keys, hits uniform", LINE, 0.5, 0.65),
     Target(
+        "find, hostile keys: random keys' time over the slowest pattern's (>= 1/3 is <= 3x)",
+        "find, .* hostile keys",
+        "embcache, random keys",
+        1 / 3,
+        1 / 1.5,
+    ),
+    Target(
         "lookup(out=), 10 M x 64, against index_select(out=)", r"lookup\(out=\), 10 M x 64,", "index_select", 1.0, 1.5
     ),
     Target("lookup(out=), 10 M x 64, against F.embedding", r"lookup\(out=\), 10 M x 64,", "F.embedding", 2.5, 4.0),

@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["DONE", "Event", "StagingBlock", "StagingPool", "host_free_bytes", "map_rows"]
+from ._core.arena import cgroup_room, memory_promised
+
+__all__ = ["DONE", "Event", "StagingBlock", "StagingPool", "host_free_bytes", "map_rows", "unpromised_bytes"]
 
 HUGE_PAGE_BYTES = 2 << 20
 # From linux/mman.h; Python's mmap module has no name for it.
@@ -41,57 +43,24 @@ def map_rows(rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=rows * dim, offset=start).view(rows, dim)
 
 
-def _read_number(path: Path) -> int | None:
-    """The number in a kernel file; None where there is no file, or no number, as in "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _inactive_file_bytes(path: Path, name: str) -> int:
-    """Page cache that a cgroup would drop before it kills."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
-
-
 def host_free_bytes(root: Path = Path("/")) -> int:
     """Least of the machine's available memory and what each cgroup above this process still allows.
 
-    Sources: ``proc(5)`` MemAvailable; cgroup v2 ``memory.max - memory.current`` and v1 ``memory.limit_in_bytes -
-    memory.usage_in_bytes``, both with the inactive page cache counted as free.
+    Sources: ``proc(5)`` MemAvailable; for the cgroups see `embcache._core.arena.cgroup_room`. Memory that is mapped and not
+    written yet is not subtracted: see `unpromised_bytes`.
     """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
                 break
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        groups = (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").exists() else []
-        for group in groups:
-            number, controllers, path = group.split(":", 2)
-            if number == "0" and not controllers:
-                base, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-            elif "memory" in controllers.split(","):
-                base, files = (
-                    root / "sys/fs/cgroup/memory",
-                    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-                )
-            else:
-                continue
-            place = Path(path.lstrip("/"))
-            for level in (place, *place.parents):
-                limit, used = _read_number(base / level / files[0]), _read_number(base / level / files[1])
-                if limit is not None and used is not None:
-                    cache = _inactive_file_bytes(base / level / "memory.stat", files[2])
-                    free = min(free, max(0, limit - used + cache))
-        return free
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(free, cgroup_room(str(root / "sys/fs/cgroup"), str(root / "proc/self/cgroup")))
+
+
+def unpromised_bytes() -> int:
+    """`host_free_bytes` less what the tables of this process have mapped and not written yet."""
+    return max(0, host_free_bytes() - memory_promised())
 
 
 class Event(Protocol):

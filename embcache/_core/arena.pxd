@@ -4,10 +4,17 @@ from libc.stdint cimport int64_t, uint64_t
 
 from embcache._core.directory cimport ec_backing
 
-cdef extern from "ec_memory.h":
+cdef extern from "ec_room.h":
+    ctypedef struct ec_promises:
+        int64_t bytes
+        uint64_t pretended
+
+    void ec_promises_share(ec_promises *of_the_process) noexcept nogil
     uint64_t ec_memory_room() noexcept nogil
-    uint64_t ec_cgroup_room(const char *root, const char *membership) noexcept nogil
-    int ec_memory_allows(size_t count) noexcept nogil
+
+# The count of what this process has mapped and not written yet. A module that maps memory calls, when it is imported,
+# ec_promises_share(promises()).
+cdef ec_promises *promises() noexcept nogil
 
 cdef extern from "ec_arena.h":
     ctypedef struct ec_arena:

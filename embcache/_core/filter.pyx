@@ -19,6 +19,10 @@ from cython cimport final
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.string cimport memcpy
 
+from embcache._core.arena cimport ec_promises_share, promises
+
+ec_promises_share(promises())
+
 cdef extern from "ec_status.h":
     const int EC_OK
 

@@ -12,7 +12,10 @@ from cython cimport final
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from posix.unistd cimport getpid
 
+from embcache._core.arena cimport ec_promises_share, promises
 from embcache._core.digest cimport ec_hash
+
+ec_promises_share(promises())
 
 cdef enum:
     AHEAD = 16

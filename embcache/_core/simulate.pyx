@@ -6,8 +6,11 @@ from embcache.errors import ConfigError, whole_number
 
 from libc.stdint cimport int64_t, uint64_t
 
+from embcache._core.arena cimport ec_promises_share, promises
 from embcache._core.swap cimport host_memory, int64_array, policy_number
 from embcache._core.table cimport EC_NOMEM
+
+ec_promises_share(promises())
 
 cdef enum:
     MAX_CAPACITY = 0x7FFFFFFF

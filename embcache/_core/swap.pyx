@@ -37,6 +37,7 @@ from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 
+from embcache._core.arena cimport ec_promises_share, promises
 from embcache._core.filter cimport FeatureFilter
 from embcache._core.plan cimport Block, Plan, Shelf
 from embcache._core.table cimport (
@@ -53,6 +54,8 @@ from embcache._core.table cimport (
     table_unlock,
 )
 from embcache._core.threads cimport parallel_for, process_id, resolve_threads
+
+ec_promises_share(promises())
 
 POLICIES = ("lru", "lfu", "s3fifo")  # by EC_LRU ...
 PEEK_ABSENT = EC_PEEK_ABSENT

@@ -13,6 +13,7 @@ _Weights = npt.NDArray[Any]  # float32, float16 (of a float16 table), or int16 (
 INIT_KINDS: dict[str, int]
 
 def refuse_memory(countdown: int) -> int: ...
+def number_rows_from(table: Table, *, local: int | None = None, last_extent: bool = False) -> None: ...
 
 class TableStats(TypedDict):
     rows: int

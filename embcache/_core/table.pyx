@@ -22,12 +22,14 @@ from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_arena_touched, ec_memory_room
+from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_arena_touched, ec_memory_room, ec_promises_share, promises
 from embcache._core.arrays cimport INT64, Array, array_open, new_int64
 from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_xxh3
 from embcache._core.directory cimport Directory, ec_backing
 from embcache._core.index cimport ec_index, ec_index_free
 from embcache._core.threads cimport parallel_for, process_id, resolve_threads
+
+ec_promises_share(promises())
 
 cdef extern from "ec_init.h":
     const int EC_INIT_CONSTANT
@@ -55,12 +57,13 @@ cdef extern from "<pthread.h>":
 cdef extern from "ec_table.h":
     const int64_t EC_SPLIT_ABOVE
     const int64_t EC_EXTENT_ROWS
+    const int64_t EC_ROWS_MAX
     const int64_t EC_NARROW_DIM_MAX
 
     ctypedef struct ec_partition:
         ec_index index
         uint32_t *extents
-        int64_t extent_count, extent_slots
+        int64_t extent_count, extent_slots, next_local, backed_local
         int64_t free_head, free_count, limbo
         int32_t vshard_from, vshard_to
 
@@ -89,6 +92,8 @@ cdef extern from "ec_table.h":
     ec_partition *ec_partitions_copy(const ec_partition *source, int64_t count, int64_t slots) noexcept nogil
     void ec_table_initial(const ec_table *t, uint64_t hash, void *to, int type) noexcept nogil
     int ec_table_back_locals(ec_table *t) noexcept nogil
+    void ec_table_promise(ec_table *t) noexcept nogil
+    void ec_table_wrote(ec_table *t) noexcept nogil
 
 cdef extern from "ec_index.h":
     void ec_index_init_in(ec_index *index, uint64_t seed, ec_backing *backing) noexcept nogil
@@ -182,6 +187,24 @@ def refuse_memory(int64_t countdown):
     return left
 
 
+def number_rows_from(Table table not None, *, local=None, last_extent=False):
+    """For tests of the limits: as if the table, which must be empty, had numbered as many rows before, in its one partition (`local`, a
+    multiple of 1024), or had none left to number beyond those that it has begun (`last_extent`).
+    """
+    cdef ec_table_fields *t = <ec_table_fields *>table.t
+    cdef ec_partition *p = t.partitions
+    if local is not None:
+        if p.extent_count != 0 or local % EC_EXTENT_ROWS or not 0 < local <= 1 << 32:
+            raise ConfigError(f"number_rows_from: local = {local!r}; give a multiple of {EC_EXTENT_ROWS}, and an empty table")
+        p.extents = <uint32_t *>calloc(local // EC_EXTENT_ROWS, sizeof(uint32_t))
+        if p.extents == NULL:
+            raise HostMemoryError("number_rows_from: no host memory for a list of extents")
+        p.extent_count = p.extent_slots = local // EC_EXTENT_ROWS
+        p.next_local = p.backed_local = local
+    if last_extent:
+        t.extent_count = EC_ROWS_MAX // EC_EXTENT_ROWS
+
+
 # ------------------------------------------------------------------------------------------------- life of an ec_table
 
 
@@ -223,6 +246,7 @@ cdef void _destroy(ec_table *handle) noexcept nogil:
     t.extent_local = NULL
     t.free_extents = NULL
     t.initial_state = NULL
+    ec_table_promise(handle)
     t.row_limit = 0
     t.live = 0
     t.limbo = 0
@@ -407,6 +431,7 @@ cdef int table_insert(ec_table *handle, const int64_t *keys, const uint64_t *has
         return status
     if count:
         parallel_for(_finish_task, &job, _spans(n), threads)
+        ec_table_wrote(handle)
         t.live += count
         t.version += 1
     return EC_OK
@@ -768,7 +793,9 @@ cdef class Table:
                 f"weights and {self.t.state_dim} of state ({self.mapped_bytes()} bytes held, about {ec_memory_room()} may still be had); the table is unchanged: "
                 "insert fewer keys, erase some, or raise the limit (RLIMIT_AS, the cgroup's memory.max)")
         if status == EC_LIMIT:
-            return HostMemoryError(f"table {self.name!r}: more rows than a table can number ({self.t.live} live); the table is unchanged")
+            return HostMemoryError(
+                f"table {self.name!r}: no more rows can be numbered ({self.t.live} live; at most 2^40 in a table and 2^32 in each of its "
+                f"{self.t.partition_count} partitions); the table is unchanged: erase keys, or spread them over several tables")
         return AssertionError(f"table {self.name!r}: unexpected status {status}")
 
     cdef int check_rows(self, const int64_t[::1] rows, int64_t limit, str what) except -1:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._core import kernels
 from .._core.kernels import UpdateRule
 from ..errors import HostMemoryError
-from ..hostmemory import DONE, HUGE_PAGE_BYTES, Event, StagingBlock, host_free_bytes, map_rows
+from ..hostmemory import DONE, HUGE_PAGE_BYTES, Event, StagingBlock, map_rows, unpromised_bytes
 from ..lookup import GroupLookup
 from .backend import Flags, Indexes, check_rows, host_view, numpy_view, readable_view
 
@@ -55,7 +55,7 @@ class CpuBackend:
             ) from error
 
     def free_memory(self) -> int:
-        return host_free_bytes()
+        return unpromised_bytes()
 
     def as_numpy(self, tensor: Tensor) -> NDArray[Any]:
         return numpy_view(tensor)

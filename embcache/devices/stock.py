@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._core.kernels import UpdateRule
 from ..errors import ConfigError, ShapeError
-from ..hostmemory import DONE, Event, StagingBlock, StagingPool, host_free_bytes
+from ..hostmemory import DONE, Event, StagingBlock, StagingPool, unpromised_bytes
 from ..lookup import GroupLookup, TorchIndexes
 from .backend import Flags, Indexes, check_rows, host_view, numpy_view
 
@@ -59,7 +59,7 @@ class TorchBackend:
         return torch.zeros(rows, dim, dtype=dtype, device=self.device)
 
     def free_memory(self) -> int:
-        return host_free_bytes() if self._module is None else int(self._module.mem_get_info(self.device)[0])
+        return unpromised_bytes() if self._module is None else int(self._module.mem_get_info(self.device)[0])
 
     def as_numpy(self, tensor: Tensor) -> NDArray[Any]:
         raise ConfigError(

@@ -14,37 +14,16 @@ import pytest
 from embcache._core.digest import hash_keys
 from embcache._core.table import Table, refuse_memory
 from embcache.errors import HostMemoryError
+from hostile import PATTERNS, keys_of_one_vshard, keys_with_hashes
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 SOAK = int(os.environ.get("EMBCACHE_SOAK", "0") or "0")
 F32 = np.float32
 U64 = np.uint64
-MASK = 2**64 - 1
-SECRET = bytes.fromhex("7c01812cf721ad1cded46de9839097db")  # bytes 8 to 23 of XXH3's secret, which ec_hash stirs in
 
 
 def keys_from(seed: int, n: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(INT64_MIN, INT64_MAX, n, endpoint=True)
-
-
-def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
-    bits %= 64
-    return (x << U64(bits)) | (x >> U64((64 - bits) % 64)) if bits else x
-
-
-def keys_with_hashes(hashes: np.ndarray) -> np.ndarray:
-    """The keys whose canonical hash is given: the hash is a bijection, so anyone can craft them."""
-    prime = 0x9FB21C651E98DF25
-    inverse = U64(pow(prime, -1, 2**64))
-    x = hashes.astype(U64)
-    x = x ^ (x >> U64(28)) ^ (x >> U64(56))
-    x = x * inverse
-    x = x ^ ((x >> U64(35)) + U64(8))
-    x = x * inverse
-    for step in range(6):  # x ^ rot49 ^ rot24 is f = 1 + z^49 + z^24 modulo z^64 - 1, and f^64 = 1: apply f^63
-        x = x ^ _rotated(x, 49 << step) ^ _rotated(x, 24 << step)
-    low, high = (int.from_bytes(SECRET[at : at + 8], "little") for at in (0, 8))
-    return _rotated(x ^ U64(low ^ high), 32).view(np.int64)
 
 
 def test_keys_with_hashes_are_what_they_say() -> None:
@@ -57,29 +36,7 @@ def test_keys_with_hashes_are_what_they_say() -> None:
 N = 30_000
 
 
-def _stride(shift: int) -> Callable[[], np.ndarray]:
-    return lambda: np.arange(N, dtype=np.int64) << shift
-
-
-def _hash_run(shift: int, base: int = 0) -> Callable[[], np.ndarray]:
-    return lambda: keys_with_hashes((np.arange(N, dtype=U64) << U64(shift)) + U64(base))
-
-
-HOSTILE = {
-    **{f"stride 2^{shift}": _stride(shift) for shift in (0, 1, 6, 12, 20, 32, 48)},
-    "equal low bits": lambda: (np.arange(N, dtype=np.int64) << 32) | 0x5A5A5A5A,
-    "equal high bits": lambda: np.arange(N, dtype=np.int64) + (0x7A7A << 48),
-    "negative and positive": lambda: np.concatenate([np.arange(1, N // 2), -np.arange(1, N // 2)]),
-    "hashes in a row": _hash_run(0),
-    "hashes with equal low bits": _hash_run(40, 0x1234567),
-    "hashes with equal low 32 bits": _hash_run(32),
-    "hashes that share the bits below the vshard": lambda: keys_with_hashes(
-        (np.arange(N, dtype=U64) % U64(4096) << U64(52)) | (U64(0xABCDE) << U64(32)) | np.arange(N, dtype=U64)
-    ),
-}
-
-
-@pytest.mark.parametrize("pattern", HOSTILE)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_hostile_keys_cost_what_random_ones_cost(pattern: str) -> None:
     """Whatever is known about the hash, the seed of the bucket choice is not: crafted keys spread like any others."""
 
@@ -95,14 +52,14 @@ def test_hostile_keys_cost_what_random_ones_cost(pattern: str) -> None:
 
     mean = probes(keys_from(3, N), 7)[1]
     for index_seed in (7, None):
-        longest, crafted = probes(HOSTILE[pattern](), index_seed)
+        longest, crafted = probes(PATTERNS[pattern](N), index_seed)
         assert crafted <= 1.3 * mean
         assert longest <= 64
 
 
 def test_keys_of_one_vshard_stay_correct_and_bounded() -> None:
     """They cannot be spread over partitions, so one index grows alone, by factors; the others stay empty."""
-    keys = keys_with_hashes((U64(0x9A5) << U64(52)) | keys_from(5, 60_000).view(U64) >> U64(12))
+    keys = keys_of_one_vshard(60_000)
     assert len(np.unique(hash_keys(keys) >> U64(52))) == 1
     table = Table("t", 4, split_above=2_000)
     for start in range(0, len(keys), 1000):

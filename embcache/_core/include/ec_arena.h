@@ -128,7 +128,7 @@ static int ec_arena_map(ec_arena *arena, size_t bytes, char **at)
 }
 
 /* Map zeroed segments until `rows` elements are covered. EC_NOMEM and EC_DISK leave the arena as it was.
- * For anonymous memory the caller has asked ec_memory_allows for everything that it is about to map. */
+ * For anonymous memory the caller has claimed (ec_memory_claim) what is about to be mapped. */
 static int ec_arena_reserve(ec_arena *arena, int64_t rows)
 {
     int64_t before = arena->segment_count;

@@ -300,7 +300,8 @@ static void ec_backing_unmap(ec_backing *b)
     b->range_count = b->range_slots = 0;
 }
 
-/* A zeroed block of at least `bytes`: EC_OK, EC_NOMEM or EC_DISK. *held receives what to pass to ec_backing_free. */
+/* A zeroed block of at least `bytes`: EC_OK, EC_NOMEM or EC_DISK. *held receives what to pass to ec_backing_free, and before
+ * to ec_backing_written. */
 static int ec_backing_alloc(ec_backing *b, size_t bytes, void **at, size_t *held)
 {
     if (b == NULL) {
@@ -316,6 +317,13 @@ static int ec_backing_alloc(ec_backing *b, size_t bytes, void **at, size_t *held
     if (status == EC_OK)
         *held = rounded;
     return status;
+}
+
+/* A block was written: see ec_block_written. The blocks of a file need no promise. */
+static inline void ec_backing_written(const ec_backing *b, size_t held)
+{
+    if (b == NULL)
+        ec_block_written(held);
 }
 
 static void ec_backing_free(ec_backing *b, void *at, size_t held)

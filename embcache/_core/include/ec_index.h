@@ -189,8 +189,20 @@ static inline uint64_t ec_index_buckets_for(int64_t keys)
     return count < 4 ? 4 : count;
 }
 
-/* Move to exactly `bucket_count` buckets, which must hold the keys. EC_NOMEM and EC_DISK leave the index as it was. */
-static int ec_index_resize(ec_index *index, uint64_t bucket_count)
+/* Write to every page of an index that few keys have been copied to, so that it is memory and not only a promise. */
+static void ec_index_touch(const ec_index *index)
+{
+    const size_t page = 4096;
+    if (index->bytes < EC_MAP_MIN || (size_t)index->size / 4 >= index->bytes / page)
+        return; /* of the heap, or with several keys a page, which has left none out that matters */
+    volatile char *at = (volatile char *)index->buckets;
+    for (size_t offset = 0; offset < index->bytes; offset += page)
+        at[offset] = at[offset];
+}
+
+/* Move to exactly `bucket_count` buckets, which must hold the keys. `touch`: what is left empty will be filled by a call to
+ * come, or later in this one, and shall not count as promised until then. EC_NOMEM and EC_DISK leave the index as it was. */
+static int ec_index_resize_to(ec_index *index, uint64_t bucket_count, int touch)
 {
     ec_index wider;
     void *buckets = NULL;
@@ -210,10 +222,15 @@ static int ec_index_resize(ec_index *index, uint64_t bucket_count)
             ec_index_insert(&wider, bucket->keys[place], ec_hash(bucket->keys[place]), bucket->vals[place]);
         }
     }
+    if (touch && wider.backing == NULL)
+        ec_index_touch(&wider);
+    ec_backing_written(wider.backing, wider.bytes);
     ec_backing_free(index->backing, index->buckets, index->bytes);
     *index = wider;
     return EC_OK;
 }
+
+static int ec_index_resize(ec_index *index, uint64_t bucket_count) { return ec_index_resize_to(index, bucket_count, 0); }
 
 /* After EC_OK, `extra` inserts cannot fail. Grows to what is needed, and by at least a factor of 1.5. */
 static int ec_index_reserve(ec_index *index, int64_t extra)

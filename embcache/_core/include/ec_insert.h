@@ -14,6 +14,7 @@
 #define EC_INSERT_H
 
 #include "ec_rows.h"
+#include "ec_split.h"
 
 #define EC_FINISH 16 /* rows that are asked for at once, to be written */
 
@@ -212,6 +213,8 @@ static void ec_insert_undo(const ec_insertion *b)
 static void ec_insert_finish(const ec_insertion *b, int64_t from, int64_t to)
 {
     const ec_table *t = b->t;
+    const int64_t row_bytes = ec_table_row_bytes(b->t);
+    int64_t written = 0;
     uint64_t hashes[EC_FINISH];
     for (; from < to; from += EC_FINISH) {
         const int64_t count = to - from < EC_FINISH ? to - from : EC_FINISH;
@@ -230,8 +233,13 @@ static void ec_insert_finish(const ec_insertion *b, int64_t from, int64_t to)
         for (int64_t i = from; i < from + count; ++i) {
             if (b->born[i]) {
                 ec_table_bear(t, b->rows[i], b->keys[i], hashes[i - from], b->born[i] & EC_BORN_AGAIN);
+                written += b->born[i] & EC_BORN_AGAIN ? 0 : row_bytes;
                 b->born[i] = 1;
             }
+        }
+        if (written >= (int64_t)EC_ROOM_MIN || (written > 0 && from + EC_FINISH >= to)) {
+            ec_table_wrote_some(b->t, written);
+            written = 0;
         }
     }
 }

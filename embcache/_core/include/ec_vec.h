@@ -23,6 +23,7 @@ static inline int ec_block_take(ec_block *block, size_t bytes) {
     size_t held = 0;
     void *data = ec_block_alloc(bytes ? bytes : 1, &held);
     if (!data) return EC_NOMEM;
+    ec_block_written(held); /* as good as: what the planner asks for it fills at once, or as slots fill */
     block->data = data;
     block->held = held;
     return EC_OK;

@@ -79,6 +79,7 @@ _GIB = 1 << 30
 _LEAST_MAP_BYTES = 64 << 20
 _TRANSACTION_BYTES = 32 << 20
 _READERS = 512
+_LOCK_BYTES = 64 * (_READERS + 64)  # a line of the cache for each reader, and for the head
 _ENGINE = 0  # LMDB 0.9, data format 1
 _TRIES = 3
 
@@ -135,7 +136,7 @@ def check(folder: str, named: bool) -> None:
                 f"{path}: missing, though manifests name it; save to another path, or restore the file"
             )
         return
-    problems = problems_of(path)
+    problems = problems_of(path) if os.path.isfile(path) else ["it is no file"]
     if problems and named:
         raise CorruptionError(
             f"{path}: damaged ({problems[0]}); nothing was written: save to another path, or move this one away first"
@@ -198,6 +199,7 @@ def write(folder: str, records: list[Record], drop: set[int], keep: set[int], fi
     map_bytes = -(-4 * (held + 2 * more + _LEAST_MAP_BYTES) // _GIB) * _GIB
     with refusals(path, "writing a checkpoint's catalogue"):
         files.point("open_catalogue", path)
+        _reserve_lock(path + "-lock", files)
     try:
         environment = _open(path, map_bytes)
         try:
@@ -220,6 +222,15 @@ def write(folder: str, records: list[Record], drop: set[int], keep: set[int], fi
         with refusals(folder, "writing a checkpoint's catalogue"):
             files.sync_folder(folder)
     return answer | {"bytes": os.path.getsize(path)}
+
+
+def _reserve_lock(path: str, files: Files) -> None:
+    """Have disk space for LMDB's table of readers: it maps the file and writes there, which on a full disk ends the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        files.allocate(descriptor, 0, _LOCK_BYTES, path)
+    finally:
+        os.close(descriptor)
 
 
 def _transact(
@@ -272,7 +283,7 @@ def _refusal(error: Exception, path: str) -> StorageError:
     kind = DiskFullError if full else StorageError
     remedy = "free some space, or give another path" if full else "see what the system's log says"
     return kind(
-        errno.ENOSPC if full else number if isinstance(number, int) and number > 0 else errno.EIO,
+        errno.ENOSPC if full and number not in FULL else number if number > 0 else errno.EIO,
         f"writing a checkpoint's catalogue: {error}; what was published before is intact: {remedy}",
         path,
     )

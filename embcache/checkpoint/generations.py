@@ -14,7 +14,7 @@ from . import catalogue
 from .files import Files, refusals
 from .lock import RankLock
 from .manifest import Manifest, read_manifest
-from .names import abandoned_manifests, generations_in_rank, manifest_name, published, rank_name, ranks
+from .names import generations_in_rank, manifest_name, published, rank_name, ranks
 
 __all__ = ["GenerationInfo", "chain_of", "delta_pays", "generations", "prune"]
 
@@ -141,10 +141,7 @@ def prune(path: str | os.PathLike[str], keep: int, *, files: Files | None = None
             break
     gone = [generation for generation in held if generation not in needed]
     with refusals(path, "pruning generations"):
-        for name in abandoned_manifests(path):
-            if held and int(name[9:25]) <= held[-1]:
-                files.unlink(os.path.join(path, name))
-        for generation in gone:
+        for generation in reversed(gone):  # a delta before its parent
             files.unlink(os.path.join(path, manifest_name(generation)))
         if gone:
             files.sync_folder(path)

@@ -73,9 +73,14 @@ class RankLock:
             os.close(self._descriptor)
             with refusals(path, "locking a checkpoint"):
                 raise error
+        try:
+            with refusals(path, "locking a checkpoint"):
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        except BaseException:
+            self.release()
+            raise
         _held.add(self)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
         """Give the folder back; again does nothing."""

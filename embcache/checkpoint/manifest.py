@@ -30,7 +30,7 @@ from typing import Any
 from ..errors import ConfigError, CorruptionError
 from .catalogue import CatalogueReader, root_of
 from .files import Files, refusals
-from .names import CATALOGUE, check_rank, commit_name, manifest_name, published, rank_name
+from .names import CATALOGUE, abandoned_manifests, check_rank, commit_name, manifest_name, published, rank_name
 from .sealed import COMMIT, MANIFEST, read, seal
 
 __all__ = ["Manifest", "RankPart", "publish", "read_manifest", "write_commit"]
@@ -226,6 +226,9 @@ def publish(path: str, generation: int, world: int = 1, *, files: Files | None =
         "created": created,
         "byte_order": "little",
     }
+    with refusals(path, "removing what was never published"):
+        for name in abandoned_manifests(path):
+            files.unlink(os.path.join(path, name))
     write_sealed(files, path, manifest_name(generation), seal(MANIFEST, manifest))
     for rank in range(world):
         _unlink_quietly(os.path.join(path, rank_name(rank), commit_name(generation)))  # else the next writer does

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from typing import Any
 
@@ -94,11 +95,13 @@ def read(kind: int, path: str) -> dict[str, Any]:
     """The body of the sealed file at `path`; `CorruptionError` also where it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            length = os.fstat(descriptor).st_size
-            if length > _MOST_BYTES:
-                raise CorruptionError(f"{path}: {length} bytes are no manifest")
-            content = file.read(length + 1)
+        try:
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+                raise CorruptionError(f"{path}: no file of a checkpoint")
+            content = os.pread(descriptor, about.st_size, 0)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise CorruptionError(f"{path}: cannot be read ({error.strerror})") from error
     return unseal(kind, content, path)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import EmbCacheError
-from .catalogue import CatalogueReader, problems_of
+from .catalogue import CatalogueReader
 from .chunk import ChunkBuffer
 from .level import Catalogues, Level
 from .names import CATALOGUE, LOCK, published, rank_name, ranks
@@ -98,9 +98,7 @@ def _catalogue_problem(folder: str) -> str:
     try:
         CatalogueReader(folder).close()
     except EmbCacheError as error:
-        found = problems_of(os.path.join(folder, CATALOGUE))
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        return f"{error}{more}"
+        return str(error)
     return ""
 
 

@@ -29,6 +29,7 @@ from .names import (
     MOST_GENERATION,
     VSHARDS,
     check_rank,
+    commit_name,
     generations_in_rank,
     next_generation,
     published,
@@ -274,7 +275,12 @@ class Writer:
     def publish(self) -> None:
         """`checkpoint.publish` of this generation; of several ranks, one calls it once all have committed."""
         self._check(_COMMITTED)
-        publish(self.path, self.generation, self.world, files=self.files)
+        try:
+            publish(self.path, self.generation, self.world, files=self.files)
+        except BaseException:
+            if self.world == 1 and self.generation not in published(self.path):
+                self._fail()
+            raise
 
     def abort(self) -> None:
         """Give the generation up and remove what was written of it. Does nothing where there is none."""
@@ -322,6 +328,7 @@ class Writer:
         try:
             if self._segments is not None:
                 self._segments.discard()
+                self.files.unlink(os.path.join(self.folder, commit_name(self.generation)))
         except OSError:
             pass  # the next writer removes it; the failure that led here is the one to report
         self._release()

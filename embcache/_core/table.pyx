@@ -1345,6 +1345,26 @@ cdef class Table:
             raise HostMemoryError(f"table {self.name!r}: no host memory to list its extents")
         return extents[:count], starts[:count].astype(bool)
 
+    def reserve(self, int64_t rows):
+        """Make the indexes ready for so many keys in all: inserts that follow in pieces then copy no index. No content changes.
+
+        Only for a number that is known to come: keys that are there spread over all the room. `HostMemoryError` where there is
+        none; what is there stays as it is.
+        """
+        cdef int status
+        if rows < 0:
+            raise ShapeError(f"table {self.name!r}: reserve {rows} rows; give a number >= 0")
+        self.enter(True)
+        try:
+            with nogil:
+                status = ec_insert_begin(self.t)
+                if status == EC_OK and rows > 0:
+                    status = ec_insert_prepare(self.t, rows)
+            if status != EC_OK:
+                raise self.failure(status, rows)
+        finally:
+            self.leave()
+
     def rows_of(self, const int64_t[::1] extents not None, bint changed=False):
         """Live rows of extents, in their order, as row indexes int64; with `changed` only those that `changed` counts."""
         cdef ec_table_fields *t = <ec_table_fields *>self.t

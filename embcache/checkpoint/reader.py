@@ -231,9 +231,14 @@ class Reader:
             pieces.append(keys[self._mask(place, keys)].copy())
         return np.unique(np.concatenate(pieces))
 
-    def rows_bound(self, name: str) -> int:
-        """A number of rows that the table's does not exceed: those of all levels. For room in advance."""
-        return sum(place.rows for level in self._of(name) for place in self._own(level.tables[name], ROWS))
+    def rows_expected(self, name: str) -> int:
+        """About how many rows `rows` gives, for room in advance: those of the full level, as far as they are this rank's."""
+        low, high = self.vshards
+        total = 0.0
+        for place in self._own(self._of(name)[-1].tables[name], ROWS):
+            shared = min(high, place.vshard_to) - max(low, place.vshard_from)
+            total += place.rows * shared / (place.vshard_to - place.vshard_from)
+        return int(total)
 
     def rows(self, name: str) -> Iterator[Rows]:
         """All rows of a table in this rank's vshards, each key once with its newest row, some at a time.

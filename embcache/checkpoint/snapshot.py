@@ -148,6 +148,7 @@ def fill(reader: Reader, core: Table, name: str) -> int:
         The table holds some of the rows and must be thrown away, or emptied.
     """
     count = 0
+    core.reserve(reader.rows_expected(name))
     for rows in reader.rows(name):
         indexes = core.insert(rows.keys)
         core.write_from(indexes, rows.weights, None, [rows.state] if core.state_dim else [])

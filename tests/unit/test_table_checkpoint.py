@@ -12,7 +12,7 @@ from embcache._core.digest import hash_keys
 from embcache._core.table import Table, refuse_memory
 from embcache.checkpoint import Reader, TableDescription, Writer, fill, generations, row_batches, save_table, verify
 from embcache.config import Constant
-from embcache.errors import ChangedError, ConfigError, CorruptionError, ShapeError
+from embcache.errors import ChangedError, ConfigError, CorruptionError, HostMemoryError, ShapeError
 from embcache.table import EmbTable
 
 Model = dict[int, tuple[bytes, bytes]]
@@ -77,6 +77,28 @@ def test_a_list_of_erased_keys_that_does_not_pay_or_fit_is_given_up() -> None:
     refuse_memory(0)
     assert table.erase(keys[:5]) == 5  # which cannot fail
     assert refuse_memory(-1) == -1 and not table.tracked
+    table.check()
+
+
+def test_room_in_advance_changes_nothing_but_the_cost() -> None:
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 20_000)
+    table, other = (Table("t", 2, split_above=1000, index_seed=1) for _ in range(2))
+    table.reserve(0)
+    table.reserve(20_000)
+    version, index_bytes = table.version, table.stats()["index_bytes"]
+    for begin in range(0, 20_000, 500):
+        table.insert(keys[begin : begin + 500])
+        other.insert(keys[begin : begin + 500])
+    assert version == 0 and index_bytes <= table.stats()["index_bytes"] < 1.25 * index_bytes
+    assert (table.lookup_rows(keys)[0] == other.lookup_rows(keys)[0]).all() and len(table) == len(other)
+    table.check()
+    table.reserve(5)
+    with pytest.raises(ShapeError, match="-1 rows"):
+        table.reserve(-1)
+    refuse_memory(0)
+    with pytest.raises(HostMemoryError):
+        table.reserve(200_000)
+    assert refuse_memory(-1) == -1
     table.check()
 
 
@@ -274,7 +296,7 @@ def test_rows_with_frequencies_stay_so(tmp_path: Path) -> None:
     assert core.mark_saved(version)
     other = Table("t", 4, with_filter=True)
     with Reader(tmp_path) as reader:
-        assert reader.rows_bound("t") == 1000 and fill(reader, other, "t") == 1000
+        assert reader.rows_expected("t") == 1000 and fill(reader, other, "t") == 1000
     for one in (core, other):
         keys, frequencies, timestamps = one.columns(one.find(np.arange(1000)))
         assert (keys == np.arange(1000)).all() and (frequencies == rows * 3).all() and (timestamps == rows - 7).all()

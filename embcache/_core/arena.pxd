@@ -30,7 +30,7 @@ cdef extern from "ec_arena.h":
     int64_t ec_arena_segment_rows(const ec_arena *arena, int64_t segment) noexcept nogil
     size_t ec_arena_segment_bytes(const ec_arena *arena, int64_t segment) noexcept nogil
     size_t ec_arena_missing(const ec_arena *arena, int64_t rows) noexcept nogil
-    # Bytes in memory once elements below `rows` were written.
-    size_t ec_arena_touched(const ec_arena *arena, int64_t rows) noexcept nogil
+    # Bytes that are not in memory while only elements below `rows` were written.
+    size_t ec_arena_unwritten(const ec_arena *arena, int64_t rows) noexcept nogil
     int ec_arena_reserve(ec_arena *arena, int64_t rows) noexcept nogil
     void ec_arena_truncate(ec_arena *arena, int64_t segment_count) noexcept nogil

@@ -102,7 +102,7 @@ cdef class Arena:
         """Bring what the count knows of this arena up to date."""
         cdef int64_t promised
         self.written = min(self.written, self.arena.rows)
-        promised = <int64_t>(self.arena.bytes - ec_arena_touched(&self.arena, self.written))
+        promised = <int64_t>ec_arena_unwritten(&self.arena, self.written)
         ec_promise(promised - self.promised)
         self.promised = promised
 

@@ -22,7 +22,7 @@ from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_arena_touched, ec_memory_room, ec_promises_share, promises
+from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_arena_unwritten, ec_memory_room, ec_promises_share, promises
 from embcache._core.arrays cimport INT64, Array, array_open, new_int64
 from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_xxh3
 from embcache._core.directory cimport Directory, ec_backing
@@ -1495,7 +1495,7 @@ cdef class Table:
             for i in range(6):
                 arenas += <int64_t>columns[i].bytes
                 segments += columns[i].segment_count
-                touched += <int64_t>ec_arena_touched(columns[i], t.extent_count * EC_EXTENT_ROWS)
+                touched += <int64_t>(columns[i].bytes - ec_arena_unwritten(columns[i], t.extent_count * EC_EXTENT_ROWS))
             payload = t.dim * ec_type_bytes(t.type) + t.state_dim * 4
             slack = touched - t.live * (stride + column)
             return {

@@ -82,17 +82,18 @@ static size_t ec_arena_missing(const ec_arena *arena, int64_t rows)
     return missing;
 }
 
-/* Bytes of the pages that elements 0 .. rows - 1 lie on: what an arena that was used up to there has in memory. The rest
- * of the last segment is address space. */
-static size_t ec_arena_touched(const ec_arena *arena, int64_t rows)
+/* Bytes of the pages that lie wholly behind element rows - 1: of an arena that was used up to there they are address space
+ * and no memory. Looks at the segments behind that element only, so that it may be asked at every step. */
+static size_t ec_arena_unwritten(const ec_arena *arena, int64_t rows)
 {
     size_t bytes = 0;
-    for (int64_t segment = 0; segment < arena->segment_count && rows > 0; ++segment) {
+    int64_t end = arena->rows;
+    for (int64_t segment = arena->segment_count - 1; segment >= 0 && end > rows; --segment) {
         const size_t whole = ec_arena_segment_bytes(arena, segment), page = whole >= EC_HUGE_BYTES ? EC_HUGE_BYTES : 4096;
-        const int64_t held = ec_arena_segment_rows(arena, segment);
-        const size_t used = ((size_t)(rows < held ? rows : held) * (size_t)arena->stride + page - 1) / page * page;
-        bytes += used < whole ? used : whole;
-        rows -= held;
+        const int64_t begin = end - ec_arena_segment_rows(arena, segment);
+        const size_t used = rows > begin ? ((size_t)(rows - begin) * (size_t)arena->stride + page - 1) / page * page : 0;
+        bytes += used < whole ? whole - used : 0;
+        end = begin;
     }
     return bytes;
 }

@@ -170,7 +170,7 @@ static void ec_table_promise(ec_table *t)
     ec_table_columns(t, columns);
     for (int i = 0; i < EC_COLUMNS && t->backing == NULL; ++i)
         if (columns[i] != NULL)
-            promised += (int64_t)(columns[i]->bytes - ec_arena_touched(columns[i], t->written));
+            promised += (int64_t)ec_arena_unwritten(columns[i], t->written);
     ec_promise(promised - t->promised);
     t->promised = promised;
 }

@@ -109,9 +109,10 @@ class OurStep:
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """The same outputs up to the order of summation.
 
-    A first Adam step is lr times the *sign* of a gradient: where a sum of many cancels almost to zero, rounding decides.
-    Hence a few elements in ten thousand may differ.
+    A first Adam step is lr times the *sign* of a gradient: where a sum of many cancels almost to zero, rounding decides. And
+    hot keys sum thousands of gradients, which the peers do one after the other: after three SGD steps of Zipf bags of 20 they
+    were up to 9e-4 off a float64 computation, ours 9e-5. Hence one element in a thousand may differ.
     """
     close = torch.isclose(ours, theirs, rtol=1e-4, atol=1e-4)
     assert ours.shape == theirs.shape
-    assert close.float().mean() > 0.9998, f"{(~close).sum()} of {close.numel()} outputs differ"
+    assert close.float().mean() > 0.999, f"{(~close).sum()} of {close.numel()} outputs differ"

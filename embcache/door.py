@@ -7,14 +7,14 @@ from collections import deque
 
 from ._core.plan import Plan
 from ._core.swap import SwapManager
-from ._core.threads import this_process
+from ._core.threads import process_number_of, this_process
 from .errors import ClosedError, ForkError
 
 __all__ = ["Door"]
 
 
 class Door:
-    """What every entry into a manager passes: the pid check, the lock, the closed check, and late ends of plans.
+    """What every entry into a manager passes: the check of the process, the lock, the closed check, and late ends of plans.
 
     Plans whose graph was garbage-collected end here. A collector may run anywhere, inside a locked region too, so it only
     appends to a deque; the next entry does the work.
@@ -25,10 +25,10 @@ class Door:
         Goes up with whatever changes what a reader sees; iterators compare it. Here, since entering may end plans.
     """
 
-    __slots__ = ("changes", "closed", "late", "lock", "pid", "planner")
+    __slots__ = ("changes", "closed", "late", "lock", "planner", "process")
 
     def __init__(self, planner: SwapManager) -> None:
-        self.pid = this_process()
+        self.process = this_process()
         self.lock = threading.RLock()
         self.planner = planner
         self.late: deque[Plan] = deque()
@@ -37,9 +37,10 @@ class Door:
 
     def check_process(self) -> None:
         """Raise `ForkError` in a child; before the lock, which a thread of the parent may have held at the fork."""
-        if this_process() != self.pid:
+        if this_process() != self.process:
             raise ForkError(
-                f"this manager belongs to process {self.pid}, not to its child {this_process()}; make the model in the process that trains it"
+                f"this manager belongs to process {process_number_of(self.process)}, not to its child "
+                f"{process_number_of(this_process())}; make the model in the process that trains it"
             )
 
     def __enter__(self) -> None:

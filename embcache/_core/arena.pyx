@@ -9,7 +9,8 @@ from embcache.errors import ConfigError, HostMemoryError, ShapeError
 from cython cimport final
 from libc.stdint cimport INT64_MAX, UINT64_MAX, int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
-from posix.unistd cimport getpid
+
+from embcache._core.threads cimport process_mark
 
 cdef extern from "ec_room.h":
     ec_promises *ec_promised
@@ -85,16 +86,16 @@ cdef class Arena:
     cdef ec_arena arena
     cdef int64_t written   # elements below the highest that was written
     cdef int64_t promised  # bytes, as the count has them
-    cdef int64_t pid
+    cdef int64_t process
 
     def __cinit__(self, stride):
         if not 1 <= stride <= MOST_STRIDE:
             raise ConfigError(f"Arena: stride = {stride!r}; give 1 to {MOST_STRIDE} bytes")
         ec_arena_init(&self.arena, stride)
-        self.pid = getpid()
+        self.process = process_mark()
 
     def __dealloc__(self):
-        if self.pid == getpid():
+        if self.process == process_mark():
             ec_arena_free(&self.arena)
             self.promise()
 

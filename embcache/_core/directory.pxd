@@ -30,7 +30,7 @@ cdef class Directory:
     cdef readonly str path        # absolute
     cdef readonly str owner       # whose it is, for messages
     cdef readonly object identity  # what the header says it holds; None: it is new
-    cdef int64_t pid              # the process that opened it
+    cdef int64_t process          # the process that opened it
     cdef int made                 # by this object: the folder itself
     cdef int locked
     cdef object __weakref__

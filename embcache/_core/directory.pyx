@@ -48,6 +48,7 @@ from libc.string cimport memcpy, memset
 from posix.unistd cimport getpid
 
 from embcache._core.digest cimport ec_xxh3
+from embcache._core.threads cimport process_mark, process_number
 
 cdef extern from "<sys/file.h>" nogil:
     const int LOCK_UN
@@ -159,7 +160,7 @@ cdef class Directory:
 
     def __cinit__(self):
         ec_backing_init(&self.backing)
-        self.pid = getpid()
+        self.process = process_mark()
         self.made = 0
         self.locked = 0
 
@@ -195,7 +196,7 @@ cdef class Directory:
             raise
 
     def __dealloc__(self):
-        if self.pid == getpid():
+        if self.process == process_mark():
             self.drop()
 
     # ------------------------------------------------------------------------------------------------------------ opening
@@ -409,8 +410,8 @@ cdef class Directory:
         text : str
             One line, for people: a path and a generation.
         """
-        if self.pid != getpid():
-            raise ForkError(f"{self.owner}: opened in process {self.pid}, used in its forked child {getpid()}")
+        if self.process != process_mark():
+            raise ForkError(f"{self.owner}: opened in process {process_number(self.process)}, used in its forked child {getpid()}")
         folder = self.backing.folder
         try:
             with open(self.open_file("checkpoint.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
@@ -446,7 +447,7 @@ cdef class Directory:
 
     def leave(self):
         """In a forked child: close what is a copy of the parent's. The mappings do not exist there, the lock is the parent's."""
-        if self.pid != getpid():
+        if self.process != process_mark():
             close_descriptor(self.backing.data)
             close_descriptor(self.backing.folder)
             self.backing.data = self.backing.folder = -1

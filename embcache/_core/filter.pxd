@@ -28,7 +28,7 @@ cdef extern from "ec_filter.h":
 cdef class FeatureFilter:
     cdef ec_filter f             # changed by the planner only, under its lock
     cdef readonly object config  # AdmitAndEvictConfig
-    cdef int64_t pid             # the process that made it
+    cdef int64_t process         # the process that made it
     cdef object cells(self, void *block)
     cdef int64_t size(self) noexcept nogil   # keys waiting, and dead ones that are not taken away yet
     cdef int64_t export(self, int64_t *keys, int64_t *counts, int64_t *last) noexcept nogil  # the living, in entry order

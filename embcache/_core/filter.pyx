@@ -9,8 +9,6 @@ with a journal to undo.
 Thread safety: none inside; the planner's lock covers it.
 """
 
-import os
-
 import numpy as np
 
 from embcache.errors import ConfigError, HostMemoryError
@@ -20,6 +18,7 @@ from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.string cimport memcpy
 
 from embcache._core.arena cimport ec_promises_share, promises
+from embcache._core.threads cimport process_mark
 
 ec_promises_share(promises())
 
@@ -127,13 +126,13 @@ cdef class FeatureFilter:
             rule.evict_share, rule.admit_score = scores.evict_percentage, config.admit_threshold
         if rule.evict_threshold > 0 and rule.evict_interval < 1:
             raise ConfigError(f"evict_step_interval = {rule.evict_interval} with evict_threshold = {rule.evict_threshold}; give 1 or more")
-        self.pid = os.getpid()
+        self.process = process_mark()
         self.config = config
         if ec_filter_init(&self.f, &rule, seed) != EC_OK:
             raise HostMemoryError(f"sketch_bytes = {rule.sketch_bytes}: not so much memory can be had; give less")
 
     def __dealloc__(self):
-        if self.pid == os.getpid():  # a forked child must not unmap: the parent's memory is not in it
+        if self.process == process_mark():  # a forked child must not unmap: the parent's memory is not in it
             ec_filter_free(&self.f)
 
     cdef int64_t size(self) noexcept nogil:

@@ -10,10 +10,10 @@ from embcache.errors import HostMemoryError, ShapeError
 
 from cython cimport final
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from posix.unistd cimport getpid
 
 from embcache._core.arena cimport ec_promises_share, promises
 from embcache._core.digest cimport ec_hash
+from embcache._core.threads cimport process_mark
 
 ec_promises_share(promises())
 
@@ -36,14 +36,14 @@ cdef class Index:
     """
 
     cdef ec_index index
-    cdef int64_t pid
+    cdef int64_t process
 
     def __cinit__(self, uint64_t seed=0):
         ec_index_init(&self.index, seed)
-        self.pid = getpid()
+        self.process = process_mark()
 
     def __dealloc__(self):
-        if self.pid == getpid():
+        if self.process == process_mark():
             ec_index_free(&self.index)
 
     def __len__(self):

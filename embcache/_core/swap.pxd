@@ -193,7 +193,7 @@ cdef class SwapManager:
     cdef pthread_mutex_t mutex   # taken with the GIL released; held by every door
     cdef int mutex_ready
     cdef int closed
-    cdef int64_t pid
+    cdef int64_t process
     cdef int64_t number          # of this manager in the process
     cdef uint64_t epoch          # changes with every change of state
     cdef int64_t last_step

@@ -53,7 +53,7 @@ from embcache._core.table cimport (
     table_lock,
     table_unlock,
 )
-from embcache._core.threads cimport parallel_for, process_id, resolve_threads
+from embcache._core.threads cimport parallel_for, process_mark, process_number, resolve_threads
 
 ec_promises_share(promises())
 
@@ -138,7 +138,7 @@ cdef class SwapManager:
         self.plan_room = 0
         self.mutex_ready = 0
         self.closed = 1
-        self.pid = process_id()
+        self.process = process_mark()
         self.number = next(_manager_numbers)
         self.unfinished = []
         self.shelf = Shelf()
@@ -201,7 +201,7 @@ cdef class SwapManager:
         self.closed = 0
 
     def __dealloc__(self):
-        if self.pid != process_id():  # a forked child must not unmap: the parent's memory is not in it
+        if self.process != process_mark():  # a forked child must not unmap: the parent's memory is not in it
             return
         self.free_all()
         if self.mutex_ready:
@@ -223,8 +223,8 @@ cdef class SwapManager:
 
     cdef int enter(self) except -1:
         """Take the mutex; ForkError in a child, ClosedError after close. Paired with leave()."""
-        if self.pid != process_id():
-            raise ForkError(f"this SwapManager was made in process {self.pid}; a forked child may not use it, make one there")
+        if self.process != process_mark():
+            raise ForkError(f"this SwapManager was made in process {process_number(self.process)}; a forked child may not use it, make one there")
         if self.mutex_ready:
             with nogil:
                 pthread_mutex_lock(&self.mutex)
@@ -1276,7 +1276,7 @@ cdef class SwapManager:
         Closing twice is allowed.
         """
         cdef int64_t t
-        if self.closed and self.pid == process_id():
+        if self.closed and self.process == process_mark():
             return
         self.enter()
         try:

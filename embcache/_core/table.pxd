@@ -117,7 +117,7 @@ cdef class Table:
     cdef readonly int64_t seed
     cdef readonly int num_threads  # default of the doors
     cdef readonly Directory directory  # None: in memory
-    cdef int64_t pid               # the process that made it
+    cdef int64_t process           # the process that made it
     cdef object __weakref__
     cdef int build(self, dict description, object bucket_seed, int64_t split) except -1
     cdef int reopen(self) except -1

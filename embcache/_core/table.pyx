@@ -27,7 +27,7 @@ from embcache._core.arrays cimport INT64, Array, array_open, new_int64
 from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_xxh3
 from embcache._core.directory cimport Directory, ec_backing
 from embcache._core.index cimport ec_index, ec_index_free
-from embcache._core.threads cimport parallel_for, process_id, resolve_threads
+from embcache._core.threads cimport parallel_for, process_mark, process_number, resolve_threads
 
 ec_promises_share(promises())
 
@@ -621,7 +621,7 @@ cdef class Table:
 
     def __cinit__(self):
         self.t = NULL
-        self.pid = process_id()
+        self.process = process_mark()
 
     def __init__(self, str name not None, dim, *, state_dim=0, dtype="float32", initializer=("uniform", -0.05, 0.05), seed=0,
                  initial_state=None, with_filter=None, num_threads=None, split_above=EC_SPLIT_ABOVE, index_seed=None, directory=None):
@@ -750,7 +750,7 @@ cdef class Table:
 
     def __dealloc__(self):
         # In a forked child the mappings do not exist (MADV_DONTFORK); something else may lie at their addresses.
-        if self.pid == process_id():
+        if self.process == process_mark():
             self.discard()
 
     # ------------------------------------------------------------------------------------------------ locks and errors
@@ -758,8 +758,8 @@ cdef class Table:
     cdef int check_process(self) except -1:
         if self.t == NULL:
             raise ClosedError("table: its construction failed; make a new one")
-        if self.pid != process_id():
-            raise ForkError(f"table {self.name!r}: made in process {self.pid}, used in its forked child {process_id()}; "
+        if self.process != process_mark():
+            raise ForkError(f"table {self.name!r}: made in process {process_number(self.process)}, used in its forked child {process_number(process_mark())}; "
                             "open or build a table in the child instead")
         return 0
 

@@ -11,5 +11,6 @@ cdef void parallel_for(ec_task_fn run, void *context, int64_t tasks, int num_thr
 # None -> the CPUs this process may use, at most 16; an integer from 1 to 64 is itself; ConfigError otherwise.
 cdef int resolve_threads(object num_threads) except -1
 
-# As getpid(), at the cost of a load: also in a child, forked in whatever way.
-cdef int64_t process_id() noexcept nogil
+# A mark that no other process has, a child of fork included, at the cost of a load; and the process's number in it.
+cdef int64_t process_mark() noexcept nogil
+cdef int64_t process_number(int64_t mark) noexcept nogil

@@ -20,7 +20,8 @@ cdef extern from "ec_threads.h":
 
 cdef extern from "ec_process.h":
     void ec_process_install() noexcept nogil
-    int64_t ec_process_id() noexcept nogil
+    int64_t ec_process_mark() noexcept nogil
+    int64_t ec_process_number(int64_t mark) noexcept nogil
 
 cdef enum:
     MOST_THREADS = 64
@@ -40,13 +41,22 @@ cdef int resolve_threads(object num_threads) except -1:
     return count
 
 
-cdef int64_t process_id() noexcept nogil:
-    return ec_process_id()
+cdef int64_t process_mark() noexcept nogil:
+    return ec_process_mark()
+
+
+cdef int64_t process_number(int64_t mark) noexcept nogil:
+    return ec_process_number(mark)
 
 
 def this_process():
-    """Number of this process, as `os.getpid` but without a system call: every door asks."""
-    return ec_process_id()
+    """A mark of this process without a system call, as every door asks; `process_number_of` says its number."""
+    return ec_process_mark()
+
+
+def process_number_of(int64_t mark):
+    """The process's number, as `os.getpid` says it there, in what `this_process` returned."""
+    return ec_process_number(mark)
 
 
 def thread_count(num_threads=None):

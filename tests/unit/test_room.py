@@ -140,6 +140,16 @@ def test_planners_and_filters_leave_the_count_as_it_was(start: int) -> None:
     assert memory_promised() == start
 
 
+@pytest.mark.parametrize("capacity", [65_472, 65_473, 65_535, 65_536])
+def test_blocks_just_below_the_least_mapping_are_given_back_as_what_they_are(start: int, capacity: int) -> None:
+    """A byte a slot: rounded up to 64 KiB, such a block of the heap was taken for a mapping, uncounted and unmapped."""
+    table = Table("t", 1)
+    with SwapManager([table], [capacity]):
+        assert memory_promised() >= start
+    gc.collect()
+    assert memory_promised() == start
+
+
 # -------------------------------------------------------------------------------------------------------------- claims
 
 

@@ -108,7 +108,7 @@ static inline void ec_memory_written(size_t bytes) { ec_promise(-(int64_t)bytes)
  * follow: until then the block is promised memory. */
 static void *ec_block_alloc(size_t bytes, size_t *held)
 {
-    if (bytes < EC_MAP_MIN) {
+    if (bytes <= EC_MAP_MIN - 64) { /* rounded up it must stay below EC_MAP_MIN, by which ec_block_free tells heap from map */
         size_t rounded = (bytes + 63) / 64 * 64;
         void *at = ec_take_refused() ? NULL : aligned_alloc(64, rounded);
         if (at == NULL)

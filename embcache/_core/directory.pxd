@@ -23,6 +23,7 @@ cdef extern from "ec_backing.h":
 
     void ec_backing_init(ec_backing *b) noexcept nogil
     void ec_backing_unmap(ec_backing *b) noexcept nogil
+    void ec_backing_release(ec_backing *b) noexcept nogil
 
 
 cdef class Directory:

@@ -402,6 +402,15 @@ cdef class Directory:
         """The bytes that the planner gave to the last flush, checked."""
         return self.checked("filter", self.backing.filter_bytes, self.backing.filter_digest)
 
+    def release_pages(self):
+        """Give back the memory that mapped pages of the data file take; they are read again when somebody looks.
+
+        For those who go once through a table that may exceed memory. Thread safety: others may use the table meanwhile, but not close it.
+        """
+        if self.pid == getpid():
+            with nogil:
+                ec_backing_release(&self.backing)
+
     def note_checkpoint(self, str text not None):
         """Say which checkpoint holds this table's rows: what a refusal of the directory will name.
 

@@ -7,8 +7,8 @@ shell is decided in one place (`output.code_of`). Memory is bounded by pieces, w
 
 from __future__ import annotations
 
-from . import findings, listing
+from . import contents, findings, listing
 
 __all__ = ["COMMANDS"]
 
-COMMANDS = (listing, findings)
+COMMANDS = (listing, findings, contents)

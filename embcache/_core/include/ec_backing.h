@@ -300,6 +300,16 @@ static void ec_backing_unmap(ec_backing *b)
     b->range_count = b->range_slots = 0;
 }
 
+/* Give back the memory of all mapped pages: the file keeps them, and whoever looks again reads them anew. */
+static void ec_backing_release(ec_backing *b)
+{
+    pthread_mutex_lock(&b->mutex);
+    for (int64_t i = 0; i < b->range_count; ++i)
+        if (b->ranges[i].address != NULL)
+            madvise(b->ranges[i].address, (size_t)b->ranges[i].bytes, MADV_DONTNEED); /* advice: a refusal does no harm */
+    pthread_mutex_unlock(&b->mutex);
+}
+
 /* A zeroed block of at least `bytes`: EC_OK, EC_NOMEM or EC_DISK. *held receives what to pass to ec_backing_free, and before
  * to ec_backing_written. */
 static int ec_backing_alloc(ec_backing *b, size_t bytes, void **at, size_t *held)

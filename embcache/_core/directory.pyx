@@ -407,7 +407,7 @@ cdef class Directory:
 
         For those who go once through a table that may exceed memory. Thread safety: others may use the table meanwhile, but not close it.
         """
-        if self.pid == getpid():
+        if self.process == process_mark():
             with nogil:
                 ec_backing_release(&self.backing)
 

@@ -14,12 +14,12 @@ import numpy as np
 from .config import AdmitAndEvictConfig
 from .errors import ConfigError, CorruptionError
 
-__all__ = ["pack", "unpack"]
+__all__ = ["meaning", "pack", "pack_as", "take_apart", "unpack"]
 
 FORMAT = 2
 
 
-def _meaning(rule: AdmitAndEvictConfig) -> dict[str, Any]:
+def meaning(rule: AdmitAndEvictConfig) -> dict[str, Any]:
     """What of the rule decides what counters and times mean; the rest may change from one opening to the next."""
     sketch = rule.sketch_bytes > 0
     cell = 1 if rule.admit_threshold <= 0xFF else 2 if rule.admit_threshold <= 0xFFFF else 4  # as ec_sketch.h has it
@@ -34,9 +34,14 @@ def _meaning(rule: AdmitAndEvictConfig) -> dict[str, Any]:
 
 def pack(state: dict[str, Any], step: int, rule: AdmitAndEvictConfig) -> bytes:
     """Return the bytes of what `SwapManager.export_filter` gave, of the step at which it did, and of what `rule` makes it mean."""
+    return pack_as(state, step, meaning(rule))
+
+
+def pack_as(state: dict[str, Any], step: int, kept: dict[str, Any]) -> bytes:
+    """`pack` by what `meaning` gave of the rule."""
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
     head: dict[str, Any] = {name: int(value) for name, value in state.items() if name not in arrays}
-    head |= {"format": FORMAT, "step": step, "rule": _meaning(rule)}
+    head |= {"format": FORMAT, "step": step, "rule": kept}
     head["arrays"] = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
     text = json.dumps(head).encode()
     parts = [len(text).to_bytes(8, "little"), _padded(text)]
@@ -54,6 +59,17 @@ def unpack(content: bytes, owner: str, rule: AdmitAndEvictConfig) -> tuple[dict[
     CorruptionError
         The bytes are no filter's, or of another version; `owner` is whose they are.
     """
+    state, step, kept = take_apart(content, owner)
+    for field, value in meaning(rule).items():
+        if kept.get(field) != value:
+            raise ConfigError(
+                f"{owner}: its directory holds a filter with {field} = {kept.get(field)!r}, not {value!r}; describe the filter as it was made"
+            )
+    return state, step
+
+
+def take_apart(content: bytes, owner: str) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    """Return (state, step, what `meaning` gave of the rule) of what `pack` gave; `CorruptionError` as `unpack`."""
     try:
         size = int.from_bytes(content[:8], "little")
         state = json.loads(content[8 : 8 + size])
@@ -68,12 +84,7 @@ def unpack(content: bytes, owner: str, rule: AdmitAndEvictConfig) -> tuple[dict[
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptionError(f"{owner}: the state of its filter is not what this version writes") from None
-    for field, value in _meaning(rule).items():
-        if kept.get(field) != value:
-            raise ConfigError(
-                f"{owner}: its directory holds a filter with {field} = {kept.get(field)!r}, not {value!r}; describe the filter as it was made"
-            )
-    return state, step
+    return state, step, kept
 
 
 def _padded(content: bytes) -> bytes:

@@ -41,7 +41,7 @@ from .generations import GenerationInfo, delta_pays, generations, prune
 from .manifest import publish
 from .names import next_generation, vshards_of
 from .reader import FilterState, Reader, Rows
-from .snapshot import RestoreReport, fill, row_batches, save_table
+from .snapshot import RestoreReport, fill, put_rows, row_batches, save_table
 from .verify import Finding, verify
 from .writer import Writer
 
@@ -62,6 +62,7 @@ __all__ = [
     "next_generation",
     "prune",
     "publish",
+    "put_rows",
     "restore_emb_table",
     "row_batches",
     "save_emb_table",

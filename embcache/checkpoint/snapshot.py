@@ -6,7 +6,7 @@ the save is given up: whoever wants to go on training meanwhile has to copy out 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ChangedError, ConfigError
 from .description import TableDescription
-from .reader import Reader
+from .reader import Reader, Rows
 from .writer import Writer
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .._core.table import Table
 
-__all__ = ["RestoreReport", "fill", "row_batches", "save_table"]
+__all__ = ["RestoreReport", "fill", "put_rows", "row_batches", "save_table"]
 
 _BLOCK_EXTENTS = 64  # of 1024 rows: what is looked through at a time
 _CUT_FROM = 16  # a run ends a chunk only where it holds a sixteenth of one: small deltas would be mostly padding
@@ -91,7 +91,15 @@ def row_batches(core: Table, most: int, *, changed: bool = False) -> Iterator[np
         yield np.concatenate(pending)
 
 
-def save_table(writer: Writer, core: Table, description: TableDescription, *, changed: bool = False) -> int:
+def save_table(
+    writer: Writer,
+    core: Table,
+    description: TableDescription,
+    *,
+    changed: bool = False,
+    metadata: dict[str, Any] | None = None,
+    written: Callable[[int], object] | None = None,
+) -> int:
     """Write the rows of a table, or with `changed` those that changed and the keys that were erased since `mark_saved`.
 
     Parameters
@@ -102,6 +110,10 @@ def save_table(writer: Writer, core: Table, description: TableDescription, *, ch
         Not changed by anybody meanwhile.
     description : TableDescription
     changed : bool
+    metadata : dict, optional
+        See `Writer.table`.
+    written : callable, optional
+        Called after each chunk, with its number of rows.
 
     Returns
     -------
@@ -114,7 +126,7 @@ def save_table(writer: Writer, core: Table, description: TableDescription, *, ch
         The table was changed meanwhile; the generation must be aborted.
     """
     version = core.version
-    writer.table(description)
+    writer.table(description, metadata=metadata)
     if changed:
         erased = core.erased_keys()
         if erased is None:
@@ -122,6 +134,8 @@ def save_table(writer: Writer, core: Table, description: TableDescription, *, ch
         writer.write_erased(description, erased)
     for rows in row_batches(core, writer.rows_per_chunk(description), changed=changed):
         _copy_out(writer, core, description, rows)
+        if written is not None:
+            written(len(rows))
     if core.version != version:
         raise ChangedError(f"table {description.name!r}: changed while it was saved; save it between changes")
     return version
@@ -150,9 +164,14 @@ def fill(reader: Reader, core: Table, name: str) -> int:
     count = 0
     core.reserve(reader.rows_expected(name))
     for rows in reader.rows(name):
-        indexes = core.insert(rows.keys)
-        core.write_from(indexes, rows.weights, None, [rows.state] if core.state_dim else [])
-        if core.with_filter and rows.frequencies is not None and rows.timestamps is not None:
-            core.write_columns(indexes, rows.frequencies, rows.timestamps)
+        put_rows(core, rows)
         count += len(rows.keys)
     return count
+
+
+def put_rows(core: Table, rows: Rows) -> None:
+    """Insert or overwrite rows of the shape that the table has."""
+    indexes = core.insert(rows.keys)
+    core.write_from(indexes, rows.weights, None, [rows.state] if core.state_dim else [])
+    if core.with_filter and rows.frequencies is not None and rows.timestamps is not None:
+        core.write_columns(indexes, rows.frequencies, rows.timestamps)

@@ -36,6 +36,7 @@ __all__ = [
     "open_directory",
     "open_sources",
     "parse",
+    "pieces_of",
     "vshards_of_keys",
     "weights_of",
 ]
@@ -43,6 +44,7 @@ __all__ = [
 ALL = (0, VSHARDS)
 PIECE_BYTES = 4 << 20  # of rows that are looked at together
 _MOST_MAPPED_BYTES = 96 << 20
+_PUT_ROWS = 4096  # the kernel maps up to 64 KiB around each place that is touched
 
 
 class Source(Protocol):
@@ -65,6 +67,20 @@ class Source(Protocol):
 def batch_rows(description: TableDescription) -> int:
     """Rows that are looked at together."""
     return max(1, PIECE_BYTES // description.row_bytes)
+
+
+def pieces_of(rows: Rows) -> Iterator[Rows]:
+    """The same rows, few enough at a time that a mapped table, wherever it puts them, has few pages in memory."""
+    for at in range(0, len(rows.keys), _PUT_ROWS):
+        part = slice(at, at + _PUT_ROWS)
+        filtered = rows.frequencies is not None and rows.timestamps is not None
+        yield Rows(
+            rows.keys[part],
+            rows.weights[part],
+            rows.state[part],
+            rows.frequencies[part] if rows.frequencies is not None and filtered else None,
+            rows.timestamps[part] if rows.timestamps is not None and filtered else None,
+        )
 
 
 def vshards_of_keys(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -122,7 +138,7 @@ class DirectoryTable:
         self.core, self.identity = open_directory(path)
         self.where = path
         self.description = describe(self.identity)
-        self._pages = Pages(self.core)
+        self.pages = Pages(self.core)
         self._blocks: list[tuple[int, int, npt.NDArray[np.int64]]] | None = None
 
     @property
@@ -134,7 +150,7 @@ class DirectoryTable:
         if vshards == ALL:
             for batch in row_batches(self.core, most):
                 yield self.read(batch)
-                self._pages.limit()
+                self.pages.limit()
             return
         for low, high, extents in self._ranges():
             if low < vshards[1] and vshards[0] < high:
@@ -143,7 +159,7 @@ class DirectoryTable:
                 batch = batch[(keys >= np.uint64(vshards[0])) & (keys < np.uint64(vshards[1]))]
                 for at in range(0, len(batch), most):
                     yield self.read(batch[at : at + most])
-                    self._pages.limit()
+                    self.pages.limit()
 
     def _ranges(self) -> list[tuple[int, int, npt.NDArray[np.int64]]]:
         """Runs of extents, and which vshards their keys are of: found by reading the keys once."""
@@ -158,7 +174,7 @@ class DirectoryTable:
                     if len(batch):
                         found = vshards_of_keys(self.core.columns(batch)[0])
                         self._blocks.append((int(found.min()), int(found.max()) + 1, run))
-                    self._pages.limit()
+                    self.pages.limit()
         return self._blocks
 
     def read(self, rows: npt.NDArray[np.int64]) -> Rows:

@@ -1,0 +1,67 @@
+"""A filter's state, on its way between a table directory and a checkpoint, where they keep it in different forms.
+
+A directory has it as one block of bytes (``filterfile``); a checkpoint as chunks of waiting keys, numbers, and bytes for the
+sketches. All of it is in memory meanwhile, as it is while training: 24 bytes for a waiting key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import Reader, TableDescription, Writer
+from ..errors import CorruptionError
+from ..filterfile import pack_as
+
+__all__ = ["SKETCHES", "filter_bytes", "merged_numbers", "sketch_name", "write_filter"]
+
+SKETCHES = ("sketch_young", "sketch_old")
+_ARRAYS = ("keys", "counts", "last", "late")
+
+
+def sketch_name(table: str, which: str) -> str:
+    """What a checkpoint calls the bytes of one generation of a filter's sketch."""
+    return f"filter/{table}/{which}"
+
+
+def write_filter(writer: Writer, description: TableDescription, state: dict[str, Any]) -> None:
+    """Write what a directory's filter holds (`filterfile.take_apart`)."""
+    for which in SKETCHES:
+        if len(state[which]):
+            writer.write_state(sketch_name(description.name, which), memoryview(state[which]))
+    numbers = {name: value for name, value in state.items() if name not in (*_ARRAYS, *SKETCHES)}
+    writer.write_filter(description, state["keys"], state["counts"], state["last"], state["late"], numbers)
+
+
+def filter_bytes(reader: Reader, name: str) -> bytes | None:
+    """What a directory keeps of a table's filter; None where the checkpoint has none of it."""
+    found = reader.filter(name)
+    about = reader.table_metadata(name)[0]
+    if found is None or "filter" not in about:
+        return None
+    state: dict[str, Any] = {"keys": found.keys, "counts": found.counts, "last": found.last, "late": found.late}
+    for which in SKETCHES:
+        blob = sketch_name(name, which)
+        state[which] = np.frombuffer(reader.state(blob) if blob in reader.state_names else b"", np.uint8)
+    try:
+        steps = [int(one["steps"].get(about.get("module", ""), 0)) for one in reader.metadata if "steps" in one]
+        return pack_as(state | merged_numbers(found.numbers), max(steps, default=0), dict(about["filter"]))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CorruptionError(
+            f"generation {reader.generation}, table {name!r}: the state of its filter is not what this version writes ({error})",
+            generation=reader.generation,
+            table=name,
+        ) from None
+
+
+def merged_numbers(numbers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One filter's numbers out of those of several writers: of clocks, cut-offs and counts the furthest.
+
+    All writers of a generation have seen the same global batches, so where their numbers differ one of them is behind.
+    """
+    merged: dict[str, Any] = {}
+    for one in numbers:
+        for what, value in one.items():
+            merged[what] = max(merged[what], value) if what in merged and isinstance(value, (int, float)) else value
+    return merged

@@ -1,0 +1,191 @@
+"""What a command makes: built beside its place, whole and durable before it gets there, and only then the old one goes.
+
+``TARGET.embcache-PID`` is a folder beside the target in which the new content grows. It is locked while its process lives;
+the next command for the same target removes what dead ones left. A target that exists is exchanged for the new content in
+one step of the file system (``renameat2``), so at any moment one of the two is there, whole. While the new one is built,
+the old one is locked: nobody can save into what is about to go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from ..checkpoint.names import LOCK
+from ..errors import ConfigError, LockedError
+from .paths import CHECKPOINT, EMPTY, FILE, TABLE, kind_of
+
+__all__ = ["check_apart", "replacing"]
+
+_AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2  # of renameat2
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_LEFT = r"\.embcache-(\d+)"
+
+
+def check_apart(source: str, target: str) -> None:
+    """Raise `ConfigError` where one of the two paths is the other, or lies inside it."""
+    one, other = os.path.realpath(source), os.path.realpath(target)
+    if os.path.commonpath([one, other]) in (one, other):
+        raise ConfigError(f"{target}: is, holds or lies in {source}, which is read; give another path to write to")
+
+
+@contextmanager
+def replacing(target: str, kind: str, force: bool) -> Iterator[str]:
+    """A path to build new content at; when the block ends well, it takes the place of `target`.
+
+    The folder around that path is the block's own, for whatever else it needs meanwhile.
+
+    Parameters
+    ----------
+    target : path
+        Where the content shall be: nothing, an empty directory, or with `force` something of the same kind.
+    kind : str
+        `CHECKPOINT`, `TABLE` or `FILE`: what the block makes.
+    force : bool
+        An existing target may be replaced.
+
+    Raises
+    ------
+    ConfigError
+        The target exists and `force` was not given; or is of another kind, which is never replaced; or the folder around it
+        does not exist.
+    LockedError
+        The old content, or this target, is in use.
+    """
+    target = os.path.abspath(target)
+    _check(target, kind, force)
+    _remove_left(target)
+    with ExitStack() as stack:
+        _hold_old(target, kind, stack)
+        folder = _make_folder(target, stack)
+        content = os.path.join(folder, "content")
+        yield content
+        _sync(content)
+        _sync(folder)
+        _check(target, kind, force)  # the world went on meanwhile
+        _put(content, target, force)
+        _sync(os.path.dirname(target))
+
+
+def _check(target: str, kind: str, force: bool) -> None:
+    above = os.path.dirname(target)
+    if not os.path.isdir(above):
+        raise ConfigError(f"{target}: the folder {above} does not exist; make it first, or give another path")
+    if not os.path.lexists(target):
+        return
+    if os.path.islink(target):
+        raise ConfigError(f"{target}: is a symbolic link; give the path that it leads to")
+    found = kind_of(target)
+    if found == EMPTY and kind != FILE:
+        return
+    if found != kind or (kind == FILE and not os.path.isfile(target)):
+        what = found if found != FILE or os.path.isfile(target) else "device or the like"
+        raise ConfigError(f"{target}: is a {what}, which a {kind} never replaces; give another path")
+    if not force:
+        raise ConfigError(f"{target}: exists; give another path, or --force to replace it once the new one is whole")
+
+
+def _make_folder(target: str, stack: ExitStack) -> str:
+    """The folder to build in: made, locked, and removed at the end of `stack` with whatever is in it then."""
+    folder = f"{target}.embcache-{os.getpid()}"
+    while True:
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            raise LockedError(f"{folder}: is being built by another command; wait for it", pid=os.getpid()) from None
+        with ExitStack() as own:
+            try:
+                _lock(folder, own)
+                if os.path.isdir(folder):
+                    stack.push(own.pop_all())
+                    break
+            except (BlockingIOError, FileNotFoundError):
+                pass  # between the two calls somebody took it for what a dead process left
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _lock(folder: str, stack: ExitStack) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_left(target: str) -> None:
+    """Remove what commands that have died were building for this target, and end an exchange that one of them had begun."""
+    above, name = os.path.split(target)
+    for other in os.listdir(above):
+        if not re.fullmatch(re.escape(name) + _LEFT, other):
+            continue
+        folder = os.path.join(above, other)
+        with ExitStack() as stack, suppress(BlockingIOError, FileNotFoundError, NotADirectoryError):
+            _lock(folder, stack)
+            if os.path.lexists(os.path.join(folder, "old")) and not os.path.lexists(target):
+                os.rename(os.path.join(folder, "old"), target)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _hold_old(target: str, kind: str, stack: ExitStack) -> None:
+    """Keep others from changing the old content while the new one is built."""
+    if not os.path.isdir(target):
+        return
+    if kind == TABLE:
+        _hold(target, stack)
+    for name in sorted(os.listdir(target)) if kind == CHECKPOINT else ():
+        lock = os.path.join(target, name, LOCK)
+        if name.startswith("rank-") and os.path.exists(lock):
+            _hold(lock, stack)
+
+
+def _hold(path: str, stack: ExitStack) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    stack.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LockedError(
+            f"{path}: is in use, so nothing can be replaced: close it there first, or give another path"
+        ) from None
+
+
+def _put(content: str, target: str, force: bool) -> None:
+    """Give new content its place; where that holds something, the two are exchanged."""
+    if not os.path.lexists(target):
+        # Without --force nothing that appears at this moment may go either.
+        if force or not _renameat2(content, target, _NOREPLACE):
+            os.rename(content, target)
+    elif not os.path.isdir(target) or not os.listdir(target):
+        os.replace(content, target)  # of a file and of an empty directory the system does this in one step
+    elif not _renameat2(content, target, _EXCHANGE):
+        # A file system without it. Dying between the two leaves the old one as `old`, which the next command puts back.
+        os.rename(target, os.path.join(os.path.dirname(content), "old"))
+        os.rename(content, target)
+
+
+def _renameat2(content: str, target: str, flag: int) -> bool:
+    """Rename in one step; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(content), _AT_FDCWD, os.fsencode(target), flag) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    if number == errno.EEXIST:
+        raise ConfigError(f"{target}: appeared while the new one was built; nothing was replaced: give another path")
+    raise OSError(number, os.strerror(number), target)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,214 @@
+"""A command's target: the old one is there until the new one is, whole, whatever happens in between."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embcache.checkpoint import Writer
+from embcache.cli import main
+from embcache.commands import targets
+from embcache.commands.paths import CHECKPOINT, FILE, TABLE
+from embcache.errors import ConfigError, LockedError
+from embcache.table import EmbTable
+
+
+def make(path: Path, value: float, rows: int = 2000) -> Path:
+    with EmbTable("items", 8, directory=path) as table:
+        table.assign(np.arange(rows), np.full((rows, 8), value, np.float32))
+    return path
+
+
+def value_of(path: Path) -> float:
+    """The one value of the table in a directory; it must be whole."""
+    with EmbTable("items", 8, directory=path) as table:
+        table.check()
+        weights = table.lookup(np.arange(len(table)), insert=False)
+    assert len(np.unique(weights)) == 1
+    return float(weights[0, 0])
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """The exit code of `work` in a child; -9 where it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+            code = int(work() or 0)  # type: ignore[call-overload]
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_force_replaces_a_whole_old_one_by_a_whole_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(targets, "_renameat2", lambda *rest: False)
+    one, two = make(tmp_path / "one", 1.0), make(tmp_path / "two", 2.0, 500)
+    assert main(["save", str(one), str(tmp_path / "saved")]) == 0
+    assert main(["save", str(two), str(tmp_path / "saved")]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["restore", str(tmp_path / "saved"), str(tmp_path / "back")]) == 0 and value_of(tmp_path / "back") == 1
+    assert main(["save", str(two), str(tmp_path / "saved"), "--force"]) == 0
+    assert main(["restore", str(tmp_path / "saved"), str(tmp_path / "back")]) == 2 and value_of(tmp_path / "back") == 1
+    assert main(["restore", str(tmp_path / "saved"), str(tmp_path / "back"), "--force"]) == 0
+    assert value_of(tmp_path / "back") == 2
+    assert sorted(os.listdir(tmp_path)) == ["back", "one", "saved", "two"]
+    with targets.replacing(str(tmp_path / "new"), FILE, False) as content:
+        Path(content).write_text("1")
+    with targets.replacing(str(tmp_path / "new"), FILE, True) as content:
+        Path(content).write_text("2")
+    assert (tmp_path / "new").read_text() == "2"
+
+
+def test_other_kinds_links_and_folders_in_use_are_never_replaced(tmp_path: Path) -> None:
+    def attempt(name: str, kind: str, force: bool = True) -> None:
+        with targets.replacing(str(tmp_path / name), kind, force) as content:
+            os.mkdir(content)
+
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thing").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    make(tmp_path / "table", 1.0)
+    for name, kind in (("own", TABLE), ("link", TABLE), ("table", CHECKPOINT), ("table", FILE), ("pipe", FILE)):
+        with pytest.raises(ConfigError):
+            attempt(name, kind)
+    with EmbTable("items", 8, directory=tmp_path / "table"), pytest.raises(LockedError, match="in use"):
+        attempt("table", TABLE)
+    assert value_of(tmp_path / "table") == 1
+    attempt("empty", CHECKPOINT, False)
+
+
+def test_what_appears_at_the_last_moment_is_not_replaced_without_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = targets._put
+
+    def late(content: str, target: str, force: bool) -> None:
+        monkeypatch.setattr(os.path, "lexists", lambda path: False)  # it looked, and then the file appeared
+        Path(target).write_text("somebody's")
+        real(content, target, force)
+
+    monkeypatch.setattr(targets, "_put", late)
+    with pytest.raises(ConfigError, match="appeared"), targets.replacing(str(tmp_path / "new"), FILE, False) as content:
+        Path(content).write_text("ours")
+    assert (tmp_path / "new").read_text() == "somebody's" and len(os.listdir(tmp_path)) == 1
+
+
+def test_a_writer_of_the_old_checkpoint_and_a_replacement_exclude_each_other(tmp_path: Path) -> None:
+    one = make(tmp_path / "one", 1.0)
+    assert main(["save", str(one), str(tmp_path / "saved")]) == 0
+    with Writer(tmp_path / "saved") as writer:
+        writer.begin()
+        assert main(["save", str(one), str(tmp_path / "saved"), "--force"]) == 3
+    with targets.replacing(str(tmp_path / "saved"), CHECKPOINT, True) as content:
+        os.mkdir(content)
+        with Writer(tmp_path / "saved") as writer, pytest.raises(LockedError):
+            writer.begin()
+
+
+def test_what_a_dead_command_left_goes_and_what_a_living_one_builds_stays(tmp_path: Path) -> None:
+    one = make(tmp_path / "one", 1.0)
+    dead, living, other = (tmp_path / f"{name}.embcache-{pid}" for name, pid in (("t", 1), ("t", 2), ("tt", 3)))
+    for folder in (dead, living, other):
+        (folder / "content").mkdir(parents=True)
+    descriptor = os.open(living, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert main(["save", str(one), str(tmp_path / "t")]) == 0
+    os.close(descriptor)
+    assert (dead.exists(), living.exists(), other.exists()) == (False, True, True)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_dying_at_any_step_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(targets, "_renameat2", lambda *rest: False)
+    one, two = make(tmp_path / "one", 1.0), make(tmp_path / "two", 2.0)
+    assert main(["save", str(two), str(tmp_path / "saved")]) == 0
+    back, seen, steps = tmp_path / "back", set(), 0
+
+    def dying(count: int) -> int:
+        left = [count]
+
+        def at(place: Any, name: str) -> None:
+            real = getattr(place, name)
+
+            def call(*given: Any, **options: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*given, **options)
+
+            monkeypatch.setattr(place, name, call)
+
+        for name in ("rename", "replace", "fsync", "mkdir", "rmdir", "unlink"):
+            at(os, name)
+        at(targets, "_renameat2")
+        return main(["restore", str(tmp_path / "saved"), str(back), "--force"])
+
+    while True:
+        for path in tmp_path.glob("back*"):
+            shutil.rmtree(path)
+        shutil.copytree(one, back)
+        code = in_child(partial(dying, steps))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        if not exchange and not back.exists():  # between two renames; the next command of any kind puts it back
+            targets._remove_left(str(back))
+        seen.add(value_of(back))
+        steps += 1
+    assert value_of(back) == 2 and seen == {1.0, 2.0} and steps > 8
+    assert main(["restore", str(tmp_path / "saved"), str(back), "--force"]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["back", "one", "saved", "two"]
+
+
+def test_killed_at_any_moment_the_target_is_the_old_or_the_new(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    checkpoints = []
+    for value in (1.0, 2.0):
+        table = make(tmp_path / f"t{value}", value, 30_000)
+        checkpoints.append(tmp_path / f"c{value}")
+        assert main(["save", str(table), str(checkpoints[-1])]) == 0
+    back = tmp_path / "back"
+    assert main(["restore", str(checkpoints[0]), str(back)]) == 0
+    begun = time.perf_counter()
+    assert in_child(lambda: main(["restore", str(checkpoints[0]), str(back), "--force"])) == 0
+    usual = time.perf_counter() - begun
+    value = 1.0
+    for trial in range(40):
+        source = checkpoints[trial % 2]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                main(["restore", str(source), str(back), "--force"])
+            finally:
+                os._exit(0)
+        time.sleep(draw.random() * 1.2 * usual)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        found = value_of(back)
+        assert found in (value, 1.0 + trial % 2)
+        value = found
+    assert main(["restore", str(checkpoints[1]), str(back), "--force"]) == 0
+    assert [name for name in os.listdir(tmp_path) if "embcache-" in name] == []

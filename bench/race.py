@@ -72,6 +72,8 @@ class Contender:
     same : callable, optional
         Given our answer and this one, raises `AssertionError` unless they agree. Only a physical limit (a loop that
         answers nothing) may go without.
+    before : callable, optional
+        Makes the machine ready. Not timed.
     after : callable, optional
         Given the answer, puts things back. Not timed.
     share : float
@@ -85,6 +87,7 @@ class Contender:
     name: str
     call: Callable[[int], Any]
     same: Callable[[Any, Any], None] | None = None
+    before: Callable[[], None] | None = None
     after: Callable[[Any], None] | None = None
     share: float = 1.0
     threads: int = 1
@@ -96,6 +99,8 @@ class Contender:
 
     def timed(self, query_set: int, repeat: int, clock: Callable[[], float]) -> float:
         """Seconds of the whole case's work, done once."""
+        if self.before:
+            self.before()
         began = clock()
         for _ in range(repeat):
             answer = self.call(query_set)

@@ -21,7 +21,8 @@ memory first, verify the copy, and open that without locks, so they neither see 
 Flags are LMDB's defaults: never ``writemap``, never without sync.
 
 A commit that failed leaves the file as the last commit did: LMDB writes new pages beside the old ones, and the next
-commit writes all its pages anew, so that none is taken for durable which a failed sync has dropped.
+commit writes all its pages anew, so that none is taken for durable which a failed sync has dropped. Not so the two head
+pages, which LMDB lays out once, when it makes the file: a file whose first commit failed is removed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import errno
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import lmdb
@@ -142,9 +144,10 @@ def check(folder: str, named: bool) -> None:
             f"{path}: damaged ({problems[0]}); nothing was written: save to another path, or move this one away first"
         )
     if problems:
-        for name in (path, path + "-lock"):
-            if os.path.exists(name):
-                os.unlink(name)
+        with refusals(path, "removing a damaged catalogue that no manifest names"):
+            for name in (path, path + "-lock"):
+                if os.path.lexists(name):
+                    os.unlink(name)
 
 
 def _open(path: str, map_bytes: int) -> lmdb.Environment:
@@ -201,6 +204,19 @@ def write(folder: str, records: list[Record], drop: set[int], keep: set[int], fi
         files.point("open_catalogue", path)
         _reserve_lock(path + "-lock", files)
     try:
+        return _write(path, map_bytes, records, drop, keep, files, new=held == 0)
+    except BaseException:
+        if held == 0:
+            for name in (path, path + "-lock"):
+                with suppress(OSError):
+                    os.unlink(name)
+        raise
+
+
+def _write(
+    path: str, map_bytes: int, records: list[Record], drop: set[int], keep: set[int], files: Files, *, new: bool
+) -> dict[str, Any]:
+    try:
         environment = _open(path, map_bytes)
         try:
             environment.reader_check()
@@ -218,9 +234,9 @@ def write(folder: str, records: list[Record], drop: set[int], keep: set[int], fi
             environment.close()
     except (lmdb.Error, OSError, MemoryError) as error:
         raise _refusal(error, path) from error
-    if held == 0:
-        with refusals(folder, "writing a checkpoint's catalogue"):
-            files.sync_folder(folder)
+    if new:
+        with refusals(path, "writing a checkpoint's catalogue"):
+            files.sync_folder(os.path.dirname(path))
     return answer | {"bytes": os.path.getsize(path)}
 
 

@@ -63,7 +63,23 @@ class Files:
                 os.mkdir(folder)
             except FileExistsError:
                 continue  # another rank was faster
-            self.sync_folder(os.path.dirname(folder))
+            try:
+                self.sync_folder(os.path.dirname(folder))
+            except OSError:
+                with suppress(OSError):
+                    os.rmdir(folder)  # an entry that a failed sync has lost stays lost: the next one makes it anew
+                raise
+
+    def sync_above(self, path: str) -> None:
+        """Make the entries durable that lead to `path`, up to the root of its file system: whoever made a folder may not have.
+
+        Folders that we may not read are passed over: they are not ours, and older than what is made in them.
+        """
+        device = os.stat(path).st_dev
+        while (above := os.path.dirname(path)) != path and os.stat(above).st_dev == device:
+            if os.access(above, os.R_OK):
+                self.sync_folder(above)
+            path = above
 
     def create(self, path: str, flags: int = 0) -> int:
         """A descriptor of a new file."""

@@ -27,13 +27,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, CorruptionError
+from ..errors import ConfigError, CorruptionError, EmbCacheError
 from .catalogue import CatalogueReader, root_of
 from .files import Files, refusals
 from .names import CATALOGUE, abandoned_manifests, check_rank, commit_name, manifest_name, published, rank_name
 from .sealed import COMMIT, MANIFEST, read, seal
 
-__all__ = ["Manifest", "RankPart", "publish", "read_manifest", "write_commit"]
+__all__ = ["Manifest", "RankPart", "names_rank", "publish", "read_manifest", "write_commit"]
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,20 @@ def read_manifest(path: str, generation: int) -> Manifest:
     return manifest
 
 
+def names_rank(path: str, generation: int, rank: int) -> bool:
+    """Whether a published generation has, or (its manifest cannot be read) may have a part of this rank."""
+    try:
+        return rank < read_manifest(path, generation).world
+    except EmbCacheError:
+        return True
+
+
 def write_sealed(files: Files, folder: str, name: str, content: bytes) -> None:
-    """Make a file appear whole: temporary name, sync, rename, sync of the folder. On failure nothing is left behind."""
+    """Make a file appear whole: temporary name, sync, rename, sync of the folder. On failure nothing is left behind.
+
+    Where the last sync fails the file goes as well: what that sync has lost stays lost, though the system goes on showing
+    it, so nobody may build on it.
+    """
     place = os.path.join(folder, name)
     with refusals(place, "publishing a checkpoint"):
         files.unlink(place + ".tmp")
@@ -146,7 +158,11 @@ def write_sealed(files: Files, folder: str, name: str, content: bytes) -> None:
         except OSError:
             _unlink_quietly(place + ".tmp")
             raise
-        files.sync_folder(folder)
+        try:
+            files.sync_folder(folder)
+        except OSError:
+            _unlink_quietly(place)
+            raise
 
 
 def _unlink_quietly(path: str) -> None:
@@ -177,7 +193,7 @@ def publish(path: str, generation: int, world: int = 1, *, files: Files | None =
     CorruptionError
         A rank's part is not as it was committed.
     DiskFullError, StorageError
-        The generation is not published, or (a failed sync of the directory) may or may not be.
+        The generation is not published. Where the very last sync failed it may still be found after a power cut, whole.
     """
     path = os.path.abspath(path)
     files = files or Files()

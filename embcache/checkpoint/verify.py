@@ -60,8 +60,8 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], objec
         folder = os.path.join(path, rank_name(rank))
         if os.path.exists(os.path.join(folder, CATALOGUE)):
             problem = _catalogue_problem(folder)
-            if problem:
-                findings.append(Finding("damage", None, problem))
+            if problem:  # without a manifest it is what a writer left that never got to its first generation
+                findings.append(Finding("damage" if held else "note", None, problem))
     catalogues = Catalogues(path)
     levels: dict[int, Level] = {}
     broken: dict[int, str] = {}

@@ -24,7 +24,7 @@ from .chunk import BLOB, CHUNK_BYTES, ERASED, LATE, NO_TABLE, ROWS, WAITING, Chu
 from .description import TableDescription
 from .files import Files, free_bytes, refusals
 from .lock import RankLock, refuse_remote
-from .manifest import Manifest, publish, read_manifest, write_commit
+from .manifest import Manifest, names_rank, publish, read_manifest, write_commit
 from .names import (
     MOST_GENERATION,
     VSHARDS,
@@ -205,6 +205,8 @@ class Writer:
             self.files.make_folder(self.path)
             if not self._force:
                 refuse_remote(self.path)
+            if not published(self.path):
+                self.files.sync_above(self.path)
             self.files.make_folder(self.folder)
 
     def _begin(self, number: int | None, parent: int | None, expected_bytes: int) -> None:
@@ -229,14 +231,17 @@ class Writer:
                 "another path",
                 self.path,
             )
-        catalogue.check(self.folder, named=bool(held))
+        catalogue.check(self.folder, named=any(names_rank(self.path, one, self.rank) for one in held))
         self._remove_garbage(set(held))
         self._segments = SegmentWriter(self.files, self.folder, self.generation, self.rank, self._most_segment_bytes)
 
     def _remove_garbage(self, held: set[int]) -> None:
         """Files of generations that were never published, or are no longer: nobody can read them."""
         with refusals(self.folder, "removing what no manifest names"):
-            for generation, names in generations_in_rank(self.folder).items():
+            in_rank = generations_in_rank(self.folder)
+            if not held.issuperset(in_rank):
+                self.files.sync_folder(self.path)  # a manifest that was removed may not come back without its files
+            for generation, names in in_rank.items():
                 for name in names:
                     if generation not in held or name.startswith("COMMIT"):
                         self.files.unlink(os.path.join(self.folder, name))
@@ -279,7 +284,7 @@ class Writer:
             publish(self.path, self.generation, self.world, files=self.files)
         except BaseException:
             if self.world == 1 and self.generation not in published(self.path):
-                self._fail()
+                self._fail(withdrawn=True)
             raise
 
     def abort(self) -> None:
@@ -323,9 +328,12 @@ class Writer:
         }
         raise ConfigError(f"Writer of {self.path}: generation {self.generation or None}: {order[self._state]}")
 
-    def _fail(self) -> None:
+    def _fail(self, withdrawn: bool = False) -> None:
+        """Nothing more is done with this generation. `withdrawn`: there may have been a manifest, which goes first."""
         self._state = _FAILED
         try:
+            if withdrawn:
+                self.files.sync_folder(self.path)
             if self._segments is not None:
                 self._segments.discard()
                 self.files.unlink(os.path.join(self.folder, commit_name(self.generation)))

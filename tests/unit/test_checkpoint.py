@@ -238,6 +238,27 @@ def test_numbers_exceed_every_number_on_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "rank-0000" / "segment-0000000000000008-0000").exists()
 
 
+def test_the_number_of_ranks_may_change_at_a_path(tmp_path: Path) -> None:
+    """A rank that no generation has yet is no damage, nor is what a writer of it left that never got to its first one."""
+    description = TableDescription("t", 2)
+    for generation, world in enumerate((1, 2, 4, 1, 3), 1):
+        writers = [Writer(tmp_path, rank, world) for rank in range(world)]
+        for rank, writer in enumerate(writers):
+            writer.begin(generation)
+            writer.write_rows(description, **columns_for(description, np.arange(10) + 10 * rank, generation))
+            writer.commit()
+        writers[0].publish()
+        for writer in writers:
+            writer.close()
+        with Reader(tmp_path) as reader:
+            assert (reader.generation, reader.world_written) == (generation, world)
+            assert sum(len(rows.keys) for rows in reader.rows("t")) == 10 * world
+        if generation == 1:
+            (tmp_path / "rank-0001").mkdir()
+            (tmp_path / "rank-0001" / "catalogue.mdb").write_bytes(bytes(8192))
+    assert [one.generation for one in generations(tmp_path)] == [1, 2, 3, 4, 5] and verify(tmp_path) == []
+
+
 def test_an_unfinished_generation_leaves_nothing(tmp_path: Path) -> None:
     description = TableDescription("t", 2)
     columns = columns_for(description, keys_of(0, 10), 0)

@@ -1,0 +1,163 @@
+"""Saves whose calls are recorded: a script that runs under `recorder.c`, one forked child for each life it is asked for.
+
+    LD_PRELOAD=recorder.so python recorded.py JOBS    # a file: [{"scenario": "deltas", "under": FOLDER, "log": FILE, ...}, ...]
+
+A life with ``kill_at`` = n dies at the n-th call that goes through `Files`; with ``fail_sync`` = n the n-th sync fails, and
+the life goes on as a program would that reports the error and saves again later. Several lives may share a folder and a log:
+each restores what it finds and goes on from there. The marks in the log say what was acknowledged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from powercut import mark
+from stepped import change
+
+from embcache.checkpoint import (
+    Files,
+    Reader,
+    TableDescription,
+    Writer,
+    catalogue,
+    emb_table,
+    generations,
+    next_generation,
+    prune,
+)
+from embcache.errors import EmbCacheError
+from embcache.table import EmbTable
+
+RANKS = 2
+DESCRIPTION = TableDescription("t", 4, 1, with_filter=True)
+
+
+class Deadly(Files):
+    """Ends the process at the call that comes after `calls` more."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def point(self, name: str, path: str) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def deltas(path: Path, log: Path, files: Files, steps: int) -> None:
+    """A table that is saved step by step, full or as a delta, and pruned at times; it goes on where the last life was."""
+    table = EmbTable("t", 4)
+    done = 0
+    if generations(path):
+        done = int(table.restore(path).state["step"])
+    original = emb_table.Writer
+    emb_table.Writer = lambda where: original(where, files=files)  # type: ignore[assignment,misc]
+    for step in range(done + 1, steps + 1):
+        change(table, step)
+        try:
+            generation = table.save(path, delta=step % 4 != 0, state={"step": b"%d" % step})
+            (parent,) = [one.parent for one in generations(path) if one.generation == generation]
+            mark(log, f"saved {generation} {step} {parent or 0}")
+            if step % 3 == 0:
+                mark(log, "prune 2")
+                prune(path, 2, files=files)
+        except EmbCacheError as error:
+            mark(log, f"failed {error}")
+
+
+def ranks_content(step: int) -> dict[str, np.ndarray]:
+    """Keys that a step's generation of `ranks` has, and the columns that go with them."""
+    keys = np.random.default_rng(step).permutation(6000)[: 3000 + 100 * (step % 7)].astype(np.int64)
+    return {"keys": keys, "value": np.full(len(keys), step, np.float32), "stamps": keys * step}
+
+
+def ranks(path: Path, log: Path, files: Files, steps: int) -> None:
+    """Two ranks with filters, several segments each, full generations; two are kept."""
+    done = 0
+    if generations(path):
+        with Reader(path) as reader:
+            done = reader.metadata[0]["step"]
+    for step in range(done + 1, steps + 1):
+        number = next_generation(path)
+        all_of_it = ranks_content(step)
+        writers = [
+            Writer(path, r, RANKS, files=files, chunk_bytes=1 << 16, most_segment_bytes=1 << 16) for r in range(RANKS)
+        ]
+        try:
+            for rank, writer in enumerate(writers):
+                writer.begin(number, metadata={"step": step})
+                mine = {name: np.ascontiguousarray(one[rank::RANKS]) for name, one in all_of_it.items()}
+                values = mine["value"][:, None]
+                writer.write_rows(
+                    DESCRIPTION, mine["keys"], values.repeat(4, 1), values.copy(), mine["stamps"], mine["stamps"]
+                )
+                writer.write_filter(DESCRIPTION, mine["keys"], mine["stamps"], mine["stamps"], None, {"newest": step})
+                writer.write_state(f"rank {rank}", b"%d" % step)
+                writer.commit()
+            writers[0].publish()
+            mark(log, f"saved {number} {step} 0")
+        except EmbCacheError as error:
+            mark(log, f"failed {error}")
+        finally:
+            for writer in writers:
+                writer.close()
+        try:
+            mark(log, "prune 2")
+            prune(path, 2, files=files)
+        except EmbCacheError as error:
+            mark(log, f"failed {error}")
+
+
+SCENARIOS = {"deltas": deltas, "ranks": ranks}
+
+
+def careless(what: str) -> Files:
+    """System calls of which one kind does nothing: `powercut.py` must find out."""
+    files = Files()
+    if what == "lmdb":
+        with_sync = catalogue.lmdb.open
+        catalogue.lmdb.open = lambda *place, **options: with_sync(*place, sync=False, **options)
+    else:
+        setattr(files, what, lambda *_: None)
+    return files
+
+
+def live(job: dict[str, Any]) -> None:
+    """One life."""
+    begin = ctypes.CDLL(None).recorder_begin
+    begin(os.fsencode(job["under"]), os.fsencode(job["log"]), ctypes.c_long(job.get("fail_sync", 0)))
+    path = Path(job["under"]) / "deep" / "checkpoint"
+    if job.get("made_by_caller"):
+        path.mkdir(parents=True, exist_ok=True)  # as a training script would: nothing of it is durable
+    kill_at = job.get("kill_at")
+    files = careless(job["without"]) if "without" in job else Files() if kill_at is None else Deadly(kill_at)
+    SCENARIOS[job["scenario"]](path, Path(job["log"]), files, job["steps"])
+
+
+def main() -> int:
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                live(job)
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code not in (0, -signal.SIGKILL) or (code and "kill_at" not in job):
+            sys.stderr.write(f"{job}: ended with {code}\n")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core.table import Table
 from ..checkpoint import TableDescription, Writer, put_rows, save_table
-from ..config import Adagrad, Adam, OptimizerSpec, RowWiseAdagrad
+from ..config import SGD, Adagrad, Adam, OptimizerSpec, RowWiseAdagrad
 from ..errors import ConfigError, CorruptionError
 from ..filterfile import take_apart
 from .filters import filter_bytes, write_filter
@@ -21,7 +21,7 @@ from .paths import CHECKPOINT, TABLE, expect
 from .sources import CheckpointTable, DirectoryTable, Pages, Source, open_sources, pieces_of
 from .targets import check_apart, replacing
 
-__all__ = ["add", "make_table", "restored_name"]
+__all__ = ["OPTIMIZERS", "add", "make_table", "restored_name", "started_state"]
 
 _SAVE = """\
 Write the tables that lie in table directories to a new checkpoint, all in one generation. The directories must be clean:
@@ -33,7 +33,7 @@ Write a table of a checkpoint (CHECKPOINT, or CHECKPOINT@GENERATION for an older
 table directory, which EmbTable(directory=...), or a manager with that table, opens at once, whatever its size."""
 
 _FORCE = "replace what is there, once the new one is whole"
-_OPTIMIZERS: dict[str, type[OptimizerSpec]] = {one.kind: one for one in (Adagrad, RowWiseAdagrad, Adam)}
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {one.kind: one for one in (SGD, Adagrad, RowWiseAdagrad, Adam)}
 
 
 def add(commands: Any) -> None:
@@ -198,7 +198,7 @@ def _initial_state(source: CheckpointTable) -> Any:
 def started_state(description: TableDescription) -> Any:
     """State of a new row by the description's optimizer, float32 (state_dim,); None where that is not known: zeros."""
     rule = dict(description.optimizer or {})
-    kind = _OPTIMIZERS.get(rule.pop("kind", ""))
+    kind = OPTIMIZERS.get(rule.pop("kind", ""))
     if kind is None:
         return None
     spec = kind(**rule)

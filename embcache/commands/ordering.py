@@ -1,0 +1,197 @@
+"""Rows of any number and order, put into the order of their keys' hashes, in bounded memory.
+
+They are dealt out by the top bits of the hash into buckets of a temporary file; a bucket that fits into memory is sorted
+there, one that does not is dealt out again by the next bits. In this order chunks hold neighbouring vshards, a table's pages
+are touched one after the other, and equal keys meet. (The partitioning pass of an external radix sort.)
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._core.digest import hash_keys
+from ..checkpoint import Rows, TableDescription
+from ..checkpoint.files import refusals
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["DUPLICATES", "Ordering", "row_dtype"]
+
+DUPLICATES = ("refuse", "first", "last")
+_BUCKET_BYTES = 64 << 20  # what is sorted in memory, with what sorting takes for each row
+_SORTING_BYTES = 48
+_HELD_BYTES = 32 << 20  # of all buckets together, before they are written
+_MOST_BITS = 8  # of the hash that are dealt out by at a time
+_READ_BYTES = 4 << 20
+
+
+def row_dtype(description: TableDescription) -> np.dtype[Any]:
+    """A row as one record."""
+    fields: list[Any] = [("keys", np.int64)]
+    if description.with_filter:
+        fields += [("frequencies", np.int64), ("timestamps", np.int64)]
+    fields.append(("weights", description.storage, (description.dim,)))
+    fields.append(("state", np.float32, (description.state_dim,)))
+    return np.dtype(fields)
+
+
+class Ordering:
+    """Takes rows, and gives them back in the order of their hashes, each key once.
+
+    Parameters
+    ----------
+    description : TableDescription
+    folder : path
+        Where the temporary file may lie: it takes as much as the rows.
+    expected_rows : int
+        About how many come; more are no harm.
+    duplicates : {"refuse", "first", "last"}
+        What becomes of a key that comes several times.
+    """
+
+    def __init__(
+        self, description: TableDescription, folder: str, expected_rows: int, duplicates: str, used_bits: int = 0
+    ) -> None:
+        self.description = description
+        self.dropped = 0
+        self._folder = folder
+        self._duplicates = duplicates
+        self._dtype = row_dtype(description)
+        self._cost = self._dtype.itemsize + _SORTING_BYTES
+        wanted = max(0, (expected_rows * self._cost // _BUCKET_BYTES).bit_length())
+        self._bits = min(_MOST_BITS, wanted, 64 - used_bits)
+        self._used_bits = used_bits
+        count = 1 << self._bits
+        self._held: list[list[npt.NDArray[Any]]] = [[] for _ in range(count)]
+        self._held_bytes = [0] * count
+        self._spilled: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # offset and bytes
+        self._file: Any = None
+        self._at = 0
+
+    def add(self, rows: Rows) -> None:
+        """Take rows; the arrays are copied."""
+        records = np.empty(len(rows.keys), self._dtype)
+        for what in self._dtype.names or ():
+            records[what] = getattr(rows, what)
+        self._deal(records)
+
+    def _deal(self, records: npt.NDArray[Any]) -> None:
+        if self._bits == 0:
+            self._hold(0, records)
+            return
+        hashes = hash_keys(np.ascontiguousarray(records["keys"]))
+        shift = np.uint64(64 - self._used_bits - self._bits)
+        buckets = (hashes >> shift & np.uint64((1 << self._bits) - 1)).astype(np.int64)
+        order = np.argsort(buckets, kind="stable")
+        records = records[order]
+        edges = np.searchsorted(buckets[order], np.arange((1 << self._bits) + 1)).tolist()
+        for bucket in np.unique(buckets).tolist():
+            self._hold(bucket, records[edges[bucket] : edges[bucket + 1]])
+
+    def _hold(self, bucket: int, records: npt.NDArray[Any]) -> None:
+        self._held[bucket].append(records.copy())
+        self._held_bytes[bucket] += records.nbytes
+        if self._held_bytes[bucket] > _HELD_BYTES >> self._bits:
+            self._spill(bucket)
+
+    def _spill(self, bucket: int) -> None:
+        with refusals(self._folder, "putting rows into order"):
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - it lives as long as this does
+            for records in self._held[bucket]:
+                self._file.write(records.view(np.uint8).data)
+            self._file.flush()
+        self._spilled[bucket].append((self._at, self._held_bytes[bucket]))
+        self._at += self._held_bytes[bucket]
+        self._held[bucket], self._held_bytes[bucket] = [], 0
+
+    def drain(self) -> Iterator[Rows]:
+        """All rows in order; afterwards there are none.
+
+        Raises
+        ------
+        ConfigError
+            A key came twice, and `duplicates` is ``"refuse"``.
+        """
+        for bucket in range(1 << self._bits):
+            held = self._held_bytes[bucket] + sum(length for _, length in self._spilled[bucket])
+            count = held // self._dtype.itemsize
+            if count * self._cost <= 2 * _BUCKET_BYTES:
+                records = np.empty(count, self._dtype)
+                at = 0
+                for piece in self._pieces(bucket):
+                    records[at : at + len(piece)] = piece
+                    at += len(piece)
+                if count:
+                    yield from self._sorted(records)
+            elif self._used_bits + self._bits >= 64:
+                yield from self._one_key(bucket)
+            else:
+                finer = Ordering(
+                    self.description, self._folder, count, self._duplicates, used_bits=self._used_bits + self._bits
+                )
+                for piece in self._pieces(bucket):
+                    finer._deal(piece)
+                yield from finer.drain()
+                self.dropped += finer.dropped
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _pieces(self, bucket: int) -> Iterator[npt.NDArray[Any]]:
+        """What a bucket holds, in the order in which it came."""
+        most = max(1, _READ_BYTES // self._dtype.itemsize) * self._dtype.itemsize
+        for offset, length in self._spilled[bucket]:
+            for at in range(offset, offset + length, most):
+                content = os.pread(self._file.fileno(), min(most, offset + length - at), at)
+                yield np.frombuffer(content, self._dtype)
+        yield from self._held[bucket]
+        self._held[bucket], self._spilled[bucket] = [], []
+
+    def _sorted(self, records: npt.NDArray[Any]) -> Iterator[Rows]:
+        order = np.argsort(hash_keys(np.ascontiguousarray(records["keys"])), kind="stable")
+        keys = records["keys"][order]
+        again = keys[1:] == keys[:-1]
+        if again.any():
+            if self._duplicates == "refuse":
+                self._refuse(int(keys[1:][again][0]))
+            first = self._duplicates == "first"
+            order = order[np.r_[True, ~again] if first else np.r_[~again, True]]
+            self.dropped += len(keys) - len(order)
+        most = max(1, _READ_BYTES // self._dtype.itemsize)
+        for at in range(0, len(order), most):
+            yield _rows(records[order[at : at + most]])
+
+    def _one_key(self, bucket: int) -> Iterator[Rows]:
+        """A bucket of one hash, and so of one key: the hash of 8 bytes is one to one."""
+        kept, count = None, 0
+        for piece in self._pieces(bucket):
+            if kept is None or self._duplicates == "last":
+                kept = piece[-1:] if self._duplicates == "last" else piece[:1]
+            count += len(piece)
+            if count > 1 and self._duplicates == "refuse":
+                self._refuse(int(piece["keys"][0]))
+        assert kept is not None
+        self.dropped += count - 1
+        yield _rows(kept)
+
+    def _refuse(self, key: int) -> None:
+        raise ConfigError(
+            f"table {self.description.name!r}: key {key} comes more than once; repair the file, or say which of its rows counts with "
+            "--duplicates first or last"
+        )
+
+
+def _rows(records: npt.NDArray[Any]) -> Rows:
+    names = records.dtype.names or ()
+    columns = {what: np.ascontiguousarray(records[what]) for what in names}
+    return Rows(
+        columns["keys"], columns["weights"], columns["state"], columns.get("frequencies"), columns.get("timestamps")
+    )

@@ -1,0 +1,100 @@
+"""Tables in a directory that RecSDK's embedding cache has saved.
+
+``<table>/{key,embedding,momentum1,momentum2}/slice.data`` are raw little-endian numbers: int64 keys, float32 rows in the keys'
+order. Beside each, ``slice.attribute`` has int64 words: bytes of an element, count, and of embeddings the dim. A save that was
+not merged has the same below ``<table>/rank<r>/``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+
+import numpy as np
+
+from ..errors import ConfigError, CorruptionError
+from .streams import Stream
+
+__all__ = ["STATES", "is_recsdk", "parts_of", "tables_of"]
+
+STATES = ("momentum1", "momentum2")
+_DATA, _ATTRIBUTE = "slice.data", "slice.attribute"
+_RANK = re.compile(r"rank(\d+)")
+
+
+def _has_keys(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, "key", _DATA))
+
+
+def _rank_folders(folder: str) -> list[str]:
+    numbers = sorted(int(found[1]) for name in os.listdir(folder) if (found := _RANK.fullmatch(name)))
+    folders = [os.path.join(folder, f"rank{number}") for number in numbers]
+    return [one for one in folders if _has_keys(one)]
+
+
+def _is_table(folder: str) -> bool:
+    return os.path.isdir(folder) and (_has_keys(folder) or bool(_rank_folders(folder)))
+
+
+def is_recsdk(path: str) -> bool:
+    """Whether there is a table of such a save at `path`, or in it."""
+    return os.path.isdir(path) and bool(tables_of(path))
+
+
+def tables_of(path: str) -> dict[str, str]:
+    """Name -> folder of each table: those in `path`, or `path` itself."""
+    path = os.path.abspath(path)
+    if _is_table(path):
+        return {os.path.basename(path): path}
+    return {name: os.path.join(path, name) for name in sorted(os.listdir(path)) if _is_table(os.path.join(path, name))}
+
+
+def parts_of(folder: str, stack: ExitStack) -> list[dict[str, Stream]]:
+    """The arrays of a table, ``keys``, ``weights`` and the states: one dict, or one for each rank."""
+    return [_open(part, stack) for part in ([folder] if _has_keys(folder) else _rank_folders(folder))]
+
+
+def _open(folder: str, stack: ExitStack) -> dict[str, Stream]:
+    words, size = _attribute(folder, "key")
+    count = words[1]
+    if words[0] != 8 or size != 8 * count:
+        raise CorruptionError(
+            f"{folder}/key: {size} bytes, where its attribute says {count} keys of {words[0]} bytes; copy the save anew"
+        )
+    streams = {"keys": _stream(folder, "key", "<i8", (count,), stack)}
+    for what, name in (("embedding", "weights"), *((state, state) for state in STATES)):
+        if what != "embedding" and not os.path.isdir(os.path.join(folder, what)):
+            continue
+        words, size = _attribute(folder, what)
+        dim = words[2] if len(words) > 2 else size // (4 * count) if count else 1
+        if words[0] != 4 or dim < 1 or size != 4 * count * dim or words[1] not in (count, count * dim):
+            raise CorruptionError(
+                f"{folder}/{what}: {size} bytes and attribute {words}, beside {count} keys; give float32 rows of one dim, a row for each key"
+            )
+        streams[name] = _stream(folder, what, "<f4", (count, dim), stack)
+    return streams
+
+
+def _attribute(folder: str, what: str) -> tuple[list[int], int]:
+    """The words of an attribute, and the bytes of the data beside it."""
+    path = os.path.join(folder, what, _ATTRIBUTE)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(64)
+        size = os.path.getsize(os.path.join(folder, what, _DATA))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.filename}: does not exist; give a whole save directory") from None
+    if len(content) not in (16, 24):
+        raise CorruptionError(
+            f"{path}: {len(content)} bytes; an attribute has two words of 8 bytes, three of embeddings"
+        )
+    words = np.frombuffer(content, "<i8").tolist()
+    if words[1] < 0:
+        raise CorruptionError(f"{path}: says there are {words[1]} elements")
+    return words, size
+
+
+def _stream(folder: str, what: str, dtype: str, shape: tuple[int, ...], stack: ExitStack) -> Stream:
+    path = os.path.join(folder, what, _DATA)
+    return Stream(path, dtype, shape, stack.enter_context(open(path, "rb")))

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["FAILED_SYNC", "Disk", "Event", "events_of", "mark"]
+__all__ = ["FAILED_SYNC", "MARK", "REFUSED", "Disk", "Event", "events_of", "mark"]
 
-CREATE, MKDIR, RENAME, UNLINK, WRITE, DURABLE_WRITE, RESIZE, SYNC, FAILED_SYNC = range(1, 10)
+CREATE, MKDIR, RENAME, UNLINK, WRITE, DURABLE_WRITE, RESIZE, SYNC, FAILED_SYNC, REFUSED = range(1, 11)
 MARK = 100
 _HEAD = struct.Struct("<IIQqIIQ")
 _MAGIC = 0x45434C47
@@ -213,7 +213,7 @@ class Disk:
             self._named(event.path, (os.path.basename(event.path), None), new)
         elif event.kind in (SYNC, FAILED_SYNC):
             self._nodes[event.inode].sync(DURABLE if event.kind == SYNC else DOUBTFUL)
-        else:
+        elif event.kind != REFUSED:
             data = None if event.kind == RESIZE else event.data
             status = DURABLE if event.kind == DURABLE_WRITE else PENDING
             self._nodes[event.inode].changes.append(_Change(event.offset, data, (), status))

@@ -2,8 +2,9 @@
 
     LD_PRELOAD=recorder.so python recorded.py JOBS    # a file: [{"scenario": "deltas", "under": FOLDER, "log": FILE, ...}, ...]
 
-A life with ``kill_at`` = n dies at the n-th call that goes through `Files`; with ``fail_sync`` = n the n-th sync fails, and
-the life goes on as a program would that reports the error and saves again later. Several lives may share a folder and a log:
+A life with ``kill_at`` = n dies at the n-th call that goes through `Files`. With ``fail_sync`` = n the n-th sync fails, with
+``fail_call`` = n the n-th call of any kind, with ``error`` (0: a short write), LMDB's calls too; the life goes on as a program
+would that reports the error and saves again later. Several lives may share a folder and a log:
 each restores what it finds and goes on from there. The marks in the log say what was acknowledged.
 """
 
@@ -69,7 +70,7 @@ def deltas(path: Path, log: Path, files: Files, steps: int) -> None:
                 mark(log, "prune 2")
                 prune(path, 2, files=files)
         except EmbCacheError as error:
-            mark(log, f"failed {error}")
+            mark(log, f"failed {type(error).__name__} {error}")
 
 
 def ranks_content(step: int) -> dict[str, np.ndarray]:
@@ -104,7 +105,7 @@ def ranks(path: Path, log: Path, files: Files, steps: int) -> None:
             writers[0].publish()
             mark(log, f"saved {number} {step} 0")
         except EmbCacheError as error:
-            mark(log, f"failed {error}")
+            mark(log, f"failed {type(error).__name__} {error}")
         finally:
             for writer in writers:
                 writer.close()
@@ -112,7 +113,7 @@ def ranks(path: Path, log: Path, files: Files, steps: int) -> None:
             mark(log, "prune 2")
             prune(path, 2, files=files)
         except EmbCacheError as error:
-            mark(log, f"failed {error}")
+            mark(log, f"failed {type(error).__name__} {error}")
 
 
 SCENARIOS = {"deltas": deltas, "ranks": ranks}
@@ -132,7 +133,8 @@ def careless(what: str) -> Files:
 def live(job: dict[str, Any]) -> None:
     """One life."""
     begin = ctypes.CDLL(None).recorder_begin
-    begin(os.fsencode(job["under"]), os.fsencode(job["log"]), ctypes.c_long(job.get("fail_sync", 0)))
+    numbers = [ctypes.c_long(job.get(what, 0)) for what in ("fail_sync", "fail_call")]
+    begin(os.fsencode(job["under"]), os.fsencode(job["log"]), *numbers, job.get("error", 0))
     path = Path(job["under"]) / "deep" / "checkpoint"
     if job.get("made_by_caller"):
         path.mkdir(parents=True, exist_ok=True)  # as a training script would: nothing of it is durable

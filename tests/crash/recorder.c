@@ -5,6 +5,8 @@
  * under         absolute path of the folder; calls on files elsewhere are passed on unseen
  * to            the log, appended to; the process may write records of its own there ("marks")
  * sync_to_fail  n > 0: the n-th sync of a file or folder there fails with EIO, and makes nothing durable
+ * call_to_fail  n > 0: the n-th call of any kind there fails with `error`, and does nothing; without an error, it is a
+ *               write that writes the first half
  *
  * A record is a `struct head` followed by `path_bytes`, `other_bytes` and `data_bytes` bytes. Files are known by the number
  * of their inode, since names change. One lock is held around each call and its record, so the log's order is the order in
@@ -27,7 +29,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { CREATE = 1, MKDIR, RENAME, UNLINK, WRITE, DURABLE_WRITE, RESIZE, SYNC, FAILED_SYNC };
+enum { CREATE = 1, MKDIR, RENAME, UNLINK, WRITE, DURABLE_WRITE, RESIZE, SYNC, FAILED_SYNC, REFUSED };
 
 struct head {
     uint32_t magic, kind;
@@ -39,16 +41,19 @@ struct head {
 
 static char under[PATH_MAX], log_path[PATH_MAX];
 static size_t under_length;
-static long sync_to_fail;
+static long sync_to_fail, call_to_fail;
+static int error_of_call;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-__attribute__((visibility("default"))) void recorder_begin(const char *folder, const char *to, long fail) {
+__attribute__((visibility("default"))) void recorder_begin(const char *folder, const char *to, long sync, long call, int error) {
     snprintf(under, sizeof under, "%s", folder);
     snprintf(log_path, sizeof log_path, "%s", to);
     under_length = strlen(under);
-    sync_to_fail = fail;
+    sync_to_fail = sync;
+    call_to_fail = call;
+    error_of_call = error;
 }
 
 static int is_under(const char *path) {
@@ -93,6 +98,24 @@ static void note(uint32_t kind, uint64_t inode, int64_t offset, const char *path
     errno = saved;
 }
 
+/* Whether this call is the one to refuse; the lock is held. */
+static int refused(void) {
+    if (!error_of_call || call_to_fail <= 0 || --call_to_fail) return 0;
+    note(REFUSED, 0, 0, NULL, NULL, NULL, 0, 0);
+    errno = error_of_call;
+    return 1;
+}
+
+/* The pieces of a write that are written: all, or about half of them. Returns their number. */
+static int allowed(struct iovec *some, const struct iovec *data, int pieces) {
+    memcpy(some, data, pieces * sizeof *data);
+    if (error_of_call || call_to_fail <= 0 || --call_to_fail) return pieces;
+    note(REFUSED, 0, 0, NULL, NULL, NULL, 0, 0);
+    if (pieces > 1) return pieces / 2;
+    some->iov_len = (some->iov_len + 1) / 2;
+    return 1;
+}
+
 /* ------------------------------------------------------------------------------------------------------ names */
 
 static int opened(int (*real)(const char *, int, ...), const char *path, int flags, mode_t mode) {
@@ -100,7 +123,7 @@ static int opened(int (*real)(const char *, int, ...), const char *path, int fla
     struct stat about;
     pthread_mutex_lock(&lock);
     int absent = lstat(path, &about) != 0;
-    int descriptor = real(path, flags, mode);
+    int descriptor = refused() ? -1 : real(path, flags, mode);
     if (descriptor >= 0 && fstat(descriptor, &about) == 0) {
         if (absent) note(CREATE, about.st_ino, 0, path, NULL, NULL, 0, 0);
         else if (flags & O_TRUNC) note(RESIZE, about.st_ino, 0, NULL, NULL, NULL, 0, 0);
@@ -124,7 +147,7 @@ int mkdir(const char *path, mode_t mode) {
     if (!is_under(path)) return REAL(mkdir)(path, mode);
     struct stat about;
     pthread_mutex_lock(&lock);
-    int answer = REAL(mkdir)(path, mode);
+    int answer = refused() ? -1 : REAL(mkdir)(path, mode);
     if (answer == 0 && lstat(path, &about) == 0) note(MKDIR, about.st_ino, 0, path, NULL, NULL, 0, 0);
     pthread_mutex_unlock(&lock);
     return answer;
@@ -134,7 +157,7 @@ int rename(const char *old, const char *new) {
     if (!is_under(old)) return REAL(rename)(old, new);
     struct stat about;
     pthread_mutex_lock(&lock);
-    int answer = REAL(rename)(old, new);
+    int answer = refused() ? -1 : REAL(rename)(old, new);
     if (answer == 0 && lstat(new, &about) == 0) note(RENAME, about.st_ino, 0, old, new, NULL, 0, 0);
     pthread_mutex_unlock(&lock);
     return answer;
@@ -143,7 +166,7 @@ int rename(const char *old, const char *new) {
 static int removed(int (*real)(const char *), const char *path) {
     if (!is_under(path)) return real(path);
     pthread_mutex_lock(&lock);
-    int answer = real(path);
+    int answer = refused() ? -1 : real(path);
     if (answer == 0) note(UNLINK, 0, 0, path, NULL, NULL, 0, 0);
     pthread_mutex_unlock(&lock);
     return answer;
@@ -158,53 +181,53 @@ static uint32_t kind_of_write(int descriptor) {
     return fcntl(descriptor, F_GETFL) & O_DSYNC ? DURABLE_WRITE : WRITE;
 }
 
-#define RECORDED(inode, call, at, data, pieces)                                                         \
-    do {                                                                                                \
-        pthread_mutex_lock(&lock);                                                                      \
-        int64_t offset_ = (at);                                                                         \
-        ssize_t done_ = (call);                                                                         \
-        if (done_ > 0) note(kind_of_write(descriptor), inode, offset_, NULL, NULL, data, pieces, done_); \
-        pthread_mutex_unlock(&lock);                                                                    \
-        return done_;                                                                                   \
-    } while (0)
+/* One write, whichever function it was: all of them come here. */
+static ssize_t written(int descriptor, uint64_t inode, const struct iovec *data, int pieces, off_t offset, int flags) {
+    struct iovec some[IOV_MAX];
+    pthread_mutex_lock(&lock);
+    int64_t at = offset < 0 ? lseek(descriptor, 0, SEEK_CUR) : offset;
+    int used = allowed(some, data, pieces);
+    ssize_t done = refused() ? -1 : REAL(pwritev2)(descriptor, some, used, offset, flags);
+    if (done > 0) note(kind_of_write(descriptor), inode, at, NULL, NULL, some, used, done);
+    pthread_mutex_unlock(&lock);
+    return done;
+}
 
 ssize_t write(int descriptor, const void *data, size_t size) {
     uint64_t inode;
     struct iovec one = {(void *)data, size};
-    if (!seen(descriptor, &inode)) return REAL(write)(descriptor, data, size);
-    RECORDED(inode, REAL(write)(descriptor, data, size), lseek(descriptor, 0, SEEK_CUR), &one, 1);
+    return seen(descriptor, &inode) ? written(descriptor, inode, &one, 1, -1, 0) : REAL(write)(descriptor, data, size);
 }
 
 ssize_t writev(int descriptor, const struct iovec *data, int pieces) {
     uint64_t inode;
-    if (!seen(descriptor, &inode)) return REAL(writev)(descriptor, data, pieces);
-    RECORDED(inode, REAL(writev)(descriptor, data, pieces), lseek(descriptor, 0, SEEK_CUR), data, pieces);
+    return seen(descriptor, &inode) ? written(descriptor, inode, data, pieces, -1, 0) : REAL(writev)(descriptor, data, pieces);
 }
 
-#define PWRITE(name)                                                                          \
-    ssize_t name(int descriptor, const void *data, size_t size, off_t offset) {               \
-        uint64_t inode;                                                                       \
-        struct iovec one = {(void *)data, size};                                              \
-        if (!seen(descriptor, &inode)) return REAL(name)(descriptor, data, size, offset);     \
-        RECORDED(inode, REAL(name)(descriptor, data, size, offset), offset, &one, 1);         \
+#define PWRITE(name)                                                                               \
+    ssize_t name(int descriptor, const void *data, size_t size, off_t offset) {                    \
+        uint64_t inode;                                                                            \
+        struct iovec one = {(void *)data, size};                                                   \
+        return seen(descriptor, &inode) ? written(descriptor, inode, &one, 1, offset, 0)           \
+                                        : REAL(name)(descriptor, data, size, offset);              \
     }
 PWRITE(pwrite)
 PWRITE(pwrite64)
 
-#define PWRITEV(name)                                                                         \
-    ssize_t name(int descriptor, const struct iovec *data, int pieces, off_t offset) {        \
-        uint64_t inode;                                                                       \
-        if (!seen(descriptor, &inode)) return REAL(name)(descriptor, data, pieces, offset);   \
-        RECORDED(inode, REAL(name)(descriptor, data, pieces, offset), offset, data, pieces);  \
+#define PWRITEV(name)                                                                              \
+    ssize_t name(int descriptor, const struct iovec *data, int pieces, off_t offset) {             \
+        uint64_t inode;                                                                            \
+        return seen(descriptor, &inode) ? written(descriptor, inode, data, pieces, offset, 0)      \
+                                        : REAL(name)(descriptor, data, pieces, offset);            \
     }
 PWRITEV(pwritev)
 PWRITEV(pwritev64)
 
-#define PWRITEV2(name)                                                                              \
-    ssize_t name(int descriptor, const struct iovec *data, int pieces, off_t offset, int flags) {   \
-        uint64_t inode;                                                                             \
-        if (!seen(descriptor, &inode)) return REAL(name)(descriptor, data, pieces, offset, flags);  \
-        RECORDED(inode, REAL(name)(descriptor, data, pieces, offset, flags), offset, data, pieces); \
+#define PWRITEV2(name)                                                                             \
+    ssize_t name(int descriptor, const struct iovec *data, int pieces, off_t offset, int flags) {  \
+        uint64_t inode;                                                                            \
+        return seen(descriptor, &inode) ? written(descriptor, inode, data, pieces, offset, flags)  \
+                                        : REAL(name)(descriptor, data, pieces, offset, flags);     \
     }
 PWRITEV2(pwritev2)
 PWRITEV2(pwritev64v2)
@@ -213,7 +236,7 @@ static int resized(int descriptor, int (*real)(int, off_t), off_t length) {
     uint64_t inode;
     if (!seen(descriptor, &inode)) return real(descriptor, length);
     pthread_mutex_lock(&lock);
-    int answer = real(descriptor, length);
+    int answer = refused() ? -1 : real(descriptor, length);
     if (answer == 0) note(RESIZE, inode, length, NULL, NULL, NULL, 0, 0);
     pthread_mutex_unlock(&lock);
     return answer;
@@ -227,7 +250,7 @@ static int allocated(int descriptor, int (*real)(int, off_t, off_t), off_t offse
     struct stat about;
     if (!seen(descriptor, &inode)) return real(descriptor, offset, length);
     pthread_mutex_lock(&lock);
-    int answer = real(descriptor, offset, length);
+    int answer = refused() ? error_of_call : real(descriptor, offset, length);
     if (answer == 0 && fstat(descriptor, &about) == 0) note(RESIZE, inode, about.st_size, NULL, NULL, NULL, 0, 0);
     pthread_mutex_unlock(&lock);
     return answer;
@@ -240,10 +263,8 @@ static int synced(int descriptor, int (*real)(int)) {
     uint64_t inode;
     if (!seen(descriptor, &inode)) return real(descriptor);
     pthread_mutex_lock(&lock);
-    int fails = sync_to_fail > 0 && --sync_to_fail == 0;
-    int answer = fails ? -1 : real(descriptor);
+    int answer = sync_to_fail > 0 && --sync_to_fail == 0 ? (errno = EIO, -1) : refused() ? -1 : real(descriptor);
     note(answer ? FAILED_SYNC : SYNC, inode, 0, NULL, NULL, NULL, 0, 0);
-    if (fails) errno = EIO;
     pthread_mutex_unlock(&lock);
     return answer;
 }

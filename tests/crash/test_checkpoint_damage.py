@@ -13,10 +13,11 @@ import pytest
 from children import Say, folder_in_memory, run_child
 
 from embcache.checkpoint import Reader, TableDescription, Writer, generations, prune, verify
-from embcache.errors import EmbCacheError
+from embcache.errors import CorruptionError, EmbCacheError
 
 SOAK = int(os.environ.get("EMBCACHE_SOAK", "1"))
 MUTATIONS, PER_CHILD = 600 * SOAK, 100
+FLIPS = 400 * SOAK
 DESCRIPTION = TableDescription("t", 3, 1, with_filter=True)
 KEYS = np.arange(-200, 300)
 
@@ -160,6 +161,41 @@ def test_r4_no_mutated_directory_gives_wrong_rows_or_ends_the_process(place: Pat
         assert outcome.code == 0, f"{outcome.said[-1:]}, late: {outcome.late}"
         refusals += sum(line != "done 0" for line in outcome.said if line.startswith("done"))
     assert refusals > MUTATIONS // 2
+
+
+def test_r3_a_flipped_bit_anywhere_is_found_or_means_nothing(place: Path) -> None:
+    """One random bit of one file, through a whole restore in a child: the rows as written, or an error that names the place."""
+    path = place / "good"
+    make(path)
+    truth = {generation: rows_of(path, generation) for generation in (1, 2, 3)}
+    files = sorted(p for p in path.rglob("*") if p.is_file() and "lock" not in p.name.lower())
+    kinds = {"manifest": "MANIFEST", "catalogue": "catalogue", "segment": "segment"}
+
+    def body(say: Say) -> None:
+        rng = random.Random(5)
+        for _ in range(FLIPS):
+            kind, begin = rng.choice(list(kinds.items()))
+            victim = rng.choice([one for one in files if one.name.startswith(begin)])
+            at, bit = rng.randrange(victim.stat().st_size), 1 << rng.randrange(8)
+            with open(victim, "r+b", buffering=0) as file:
+                before = os.pread(file.fileno(), 1, at)
+                os.pwrite(file.fileno(), bytes([before[0] ^ bit]), at)
+                refused = 0
+                for generation in truth:
+                    try:
+                        assert rows_of(path, generation) == truth[generation], f"bit {bit} at {at} of {victim.name}"
+                    except CorruptionError:
+                        refused += 1
+                damage = [one for one in verify(path) if one.severity == "damage"]
+                assert bool(damage) >= bool(refused) and (refused or not damage or kind == "catalogue")
+                os.pwrite(file.fileno(), before, at)
+            say(f"{kind} {refused}")
+        assert verify(path) == []
+
+    outcome = run_child(body, limit_s=600, memory_bytes=1 << 30)
+    assert outcome.code == 0, f"{outcome.said[-1:]}, late: {outcome.late}"
+    for kind in ("manifest", "segment"):  # every bit of these counts, of a catalogue's pages many are unused
+        assert f"{kind} 0" not in outcome.said and sum(line.startswith(kind) for line in outcome.said) > FLIPS // 5
 
 
 def test_r4_writers_do_not_touch_what_is_damaged(place: Path) -> None:

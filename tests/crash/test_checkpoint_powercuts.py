@@ -6,6 +6,7 @@ at any of them. Each image is looked at in a child: restored, verified, saved to
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import Say, folder_in_memory, run_child
-from powercut import FAILED_SYNC, Disk, Event, events_of
+from powercut import FAILED_SYNC, MARK, REFUSED, Disk, Event, events_of
 from recorded import DESCRIPTION, RANKS, ranks_content
 from stepped import change, content, expected
 
@@ -249,6 +250,33 @@ def test_r21_a_cut_after_a_sync_that_failed(recorder: Path, place: Path, scenari
         if failed[-1]:
             look_at(place, recording, 2 * SOAK, 200 + number)
     assert all(failed[:20]) and not failed[-1]  # every sync there is had its turn
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EINTR, 0])
+def test_r5_every_call_fails_in_turn_lmdbs_too(recorder: Path, place: Path, error: int) -> None:
+    """Refused with an error, or (0) a write of which only a part is taken. What was acknowledged is there at the end, the
+    program has gone on by itself, and what it says of a full disk is that it is full."""
+    lives = [
+        [{"scenario": "deltas", "steps": 3, "fail_call": n, "error": error}]
+        for n in range(1, 30 if error == 0 else 130)
+    ]
+    recordings = [one for one in record(recorder, place, lives) if any(event.kind == REFUSED for event in one.events)]
+    assert (10 if error == 0 else 80) < len(recordings) < len(lives)  # every call there is had its turn
+
+    wanted = {"DiskFullError"} if error == errno.ENOSPC else {"StorageError"}
+    wanted |= {"DiskFullError"} if error == 0 else set()  # what LMDB takes a short write for is the engine's affair
+
+    def body(say: Say) -> None:
+        for number, recording in enumerate(recordings, 1):
+            say(f"call {number}")
+            marks = [event.path for event in recording.events if event.kind == MARK]
+            failures = [text.split()[1] for text in marks if text.startswith("failed")]
+            assert set(failures) <= wanted and len(failures) < 2
+            assert sum(text.startswith("saved") for text in marks) >= 2
+            judge(recording.under, recording.scenario, marks, clean=True)
+
+    outcome = run_child(body, limit_s=240, memory_bytes=2 << 30)
+    assert outcome.code == 0, f"{outcome.said[-1]}, code {outcome.code}, late: {outcome.late}"
 
 
 @pytest.mark.parametrize("without", ["sync", "sync_folder", "lmdb"])

@@ -125,6 +125,7 @@ def restore_emb_table(table: EmbTable, path: str | os.PathLike[str], generation:
             report = RestoreReport(reader.generation, matched=[table.name], metadata=reader.metadata)
             report.rows[table.name] = fill(reader, fresh, table.name)
             report.state = {name: reader.state(name) for name in reader.state_names}
+            report.count(reader)
         except CorruptionError as error:
             _empty(fresh)
             if generation is not None:

@@ -91,8 +91,9 @@ class Reader:
     skipped : list of (int, str)
         Newer generations that do not hold, with the reason.
     stats : dict
-        ``chunks``, ``bytes``, ``rows_read``, and ``rows_kept`` of these: the others are of other ranks' vshards, or older
-        than a delta's.
+        ``chunks`` and ``bytes`` read, and ``bytes_beyond`` of these, for keys outside the vshards that were asked for (chunks
+        overlap a border, or are wide: rows that were placed before their partition was split); ``rows_read``, and
+        ``rows_kept`` of these, the others being of other vshards or older than a delta's.
 
     Raises
     ------
@@ -123,7 +124,7 @@ class Reader:
             raise ConfigError(f"Reader: check = {check!r}; give 'chunks' or 'catalogue'")
         self.vshards = vshards_of(self.rank, self.world)
         self.skipped: list[tuple[int, str]] = []
-        self.stats = {"chunks": 0, "bytes": 0, "rows_read": 0, "rows_kept": 0}
+        self.stats = {"chunks": 0, "bytes": 0, "bytes_beyond": 0, "rows_read": 0, "rows_kept": 0}
         self._buffer = ChunkBuffer()
         self._levels: list[Level] = []  # the newest first
         catalogues = Catalogues(self.path)
@@ -324,8 +325,11 @@ class Reader:
         low, high = vshards or self.vshards
         if low <= place.vshard_from and place.vshard_to <= high:
             return slice(None)
-        mine = hash_keys(keys) >> np.uint64(64 - VSHARDS.bit_length() + 1)
-        return (mine >= np.uint64(low)) & (mine < np.uint64(high))
+        of_keys = hash_keys(keys) >> np.uint64(64 - VSHARDS.bit_length() + 1)
+        mine = (of_keys >= np.uint64(low)) & (of_keys < np.uint64(high))
+        others = len(keys) - int(np.count_nonzero(mine))
+        self.stats["bytes_beyond"] += place.length * others // max(len(keys), 1)
+        return mine
 
     def _read(self, level: Level, place: ChunkPlace) -> dict[str, npt.NDArray[Any]]:
         _, columns = level.read(place, self._buffer)

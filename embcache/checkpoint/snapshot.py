@@ -52,6 +52,9 @@ class RestoreReport:
         The caller's bytes, by name.
     metadata : list of dict
         The caller's JSON of the generation, one for each rank that wrote it.
+    bytes_read, bytes_beyond : int
+        Bytes of the chunks that were read, and how many of these for keys of other ranks' vshards, which share chunks with
+        this one's.
     """
 
     generation: int
@@ -63,6 +66,12 @@ class RestoreReport:
     rows: dict[str, int] = field(default_factory=dict)
     state: dict[str, bytes] = field(default_factory=dict)
     metadata: list[dict[str, Any]] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_beyond: int = 0
+
+    def count(self, reader: Reader) -> None:
+        """Note what a reader has read by now."""
+        self.bytes_read, self.bytes_beyond = reader.stats["bytes"], reader.stats["bytes_beyond"]
 
 
 def row_batches(core: Table, most: int, *, changed: bool = False) -> Iterator[npt.NDArray[np.int64]]:

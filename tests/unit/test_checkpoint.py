@@ -201,6 +201,8 @@ def test_n_writers_m_readers(tmp_path: Path, writers: int, readers: int) -> None
             for rows in reader.rows("t"):
                 assert len(rows.keys)
             read += reader.stats["chunks"]
+            beyond = reader.stats["bytes_beyond"]
+            assert (beyond == 0) == (writers % readers == 0) and beyond < reader.stats["bytes"]
             held = reader.filter("t")
             assert held is not None and len(held.numbers) == writers
             waiting += held.keys.tolist()

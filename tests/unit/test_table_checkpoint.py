@@ -206,6 +206,26 @@ def test_a_delta_that_is_not_known_to_be_one_is_a_full_generation(tmp_path: Path
         assert reader.erased("t").tolist() == [5] and reader.stats["rows_read"] == 0
 
 
+def test_what_is_read_beyond_a_ranks_share_is_counted(tmp_path: Path) -> None:
+    """Rows that were placed before partitions split share wide chunks; a share of each chunk is its rows'."""
+    table = EmbTable("t", 16, num_threads=1)
+    for first in range(0, 200_000, 10_000):
+        table.insert(np.arange(first, first + 10_000))
+    table.save(tmp_path)
+    kept = []
+    for rank in range(4):
+        with Reader(tmp_path, rank=rank, world=4) as reader:
+            rows = sum(len(one.keys) for one in reader.rows("t"))
+            own = reader.stats["bytes"] - reader.stats["bytes_beyond"]
+            assert abs(own / reader.stats["bytes"] - rows / reader.stats["rows_read"]) < 0.01
+            assert reader.stats["bytes_beyond"] > 0
+            kept.append(rows)
+    assert sum(kept) == 200_000
+    with EmbTable("t", 16) as whole:
+        report = whole.restore(tmp_path)
+        assert report.bytes_read > 200_000 * 72 and report.bytes_beyond == 0
+
+
 def test_an_empty_table_and_one_before_its_first_step(tmp_path: Path) -> None:
     table = EmbTable("t", 4)
     table.save(tmp_path)

@@ -54,6 +54,13 @@ cdef extern from "<pthread.h>":
     int pthread_rwlock_wrlock(pthread_rwlock_t *lock) noexcept nogil
     int pthread_rwlock_unlock(pthread_rwlock_t *lock) noexcept nogil
 
+cdef extern from "ec_spare.h":
+    ctypedef struct ec_spare:
+        size_t bytes
+    size_t ec_spare_ready(const ec_spare *spares) noexcept nogil
+    size_t ec_spare_held(const ec_spare *spares) noexcept nogil
+    void ec_spare_drop_all(ec_spare *spares) noexcept nogil
+
 cdef extern from "ec_table.h":
     const int64_t EC_SPLIT_ABOVE
     const int64_t EC_EXTENT_ROWS
@@ -87,6 +94,7 @@ cdef extern from "ec_table.h":
         int tracking
         int64_t *erased
         int64_t erased_count, erased_slots
+        ec_spare *spares
         pthread_rwlock_t lock
 
     ec_partition *ec_partitions_copy(const ec_partition *source, int64_t count, int64_t slots) noexcept nogil
@@ -131,7 +139,7 @@ cdef extern from "ec_insert.h":
         int status
 
     int64_t ec_distinct_estimate(const int64_t *keys, const uint64_t *hashes, int64_t n) noexcept nogil
-    int ec_insert_begin(ec_table *t) noexcept nogil
+    int ec_insert_begin(ec_table *t, int64_t n) noexcept nogil
     int ec_insert_prepare(ec_table *t, int64_t distinct) noexcept nogil
     void ec_settle(const ec_insertion *b, int64_t share, ec_share_result *result) noexcept nogil
     void ec_insert_undo(const ec_insertion *b) noexcept nogil
@@ -230,6 +238,7 @@ cdef void _destroy(ec_table *handle) noexcept nogil:
     free(t.partitions)
     t.partitions = NULL
     t.partition_count = 0
+    ec_spare_drop_all(t.spares)
     ec_arena_free(&t.rows)
     ec_arena_free(&t.states)
     ec_arena_free(&t.keys)
@@ -405,10 +414,11 @@ cdef int table_insert(ec_table *handle, const int64_t *keys, const uint64_t *has
     cdef Insert job
     cdef int64_t i, count = 0
     cdef int threads = _threads_for(n, num_threads)
-    cdef int status = ec_insert_begin(handle)
+    cdef int status = ec_insert_begin(handle, n)
     if status == EC_OK and n > t.split_above // 2:
         status = ec_insert_prepare(handle, ec_distinct_estimate(keys, hashes, n))
     if status != EC_OK:
+        ec_spare_drop_all(t.spares)  # memory is short
         return status
     memset(born, 0, <size_t>n)
     memset(job.results, 0, sizeof(job.results))
@@ -428,6 +438,7 @@ cdef int table_insert(ec_table *handle, const int64_t *keys, const uint64_t *has
         status = ec_table_back_locals(handle)
     if status != EC_OK:
         ec_insert_undo(&job.b)
+        ec_spare_drop_all(t.spares)
         return status
     if count:
         parallel_for(_finish_task, &job, _spans(n), threads)
@@ -1357,7 +1368,7 @@ cdef class Table:
         self.enter(True)
         try:
             with nogil:
-                status = ec_insert_begin(self.t)
+                status = ec_insert_begin(self.t, rows)
                 if status == EC_OK and rows > 0:
                     status = ec_insert_prepare(self.t, rows)
             if status != EC_OK:
@@ -1461,7 +1472,7 @@ cdef class Table:
         total = <int64_t>(t.rows.bytes + t.states.bytes + t.keys.bytes + t.flags.bytes + t.frequencies.bytes + t.timestamps.bytes)
         for i in range(t.partition_count):
             total += <int64_t>t.partitions[i].index.bytes
-        return total
+        return total + <int64_t>ec_spare_held(t.spares)
 
     def stats(self):
         """Counts and bytes, by part.
@@ -1470,9 +1481,10 @@ cdef class Table:
         -------
         dict
             rows, limbo_rows, free_rows, partitions, segments; row_bytes (weights and state of live rows), padding_bytes (what
-            alignment adds to them), column_bytes (keys, flags, frequencies and timestamps of live rows), index_bytes,
-            slack_bytes (in memory, not holding a live row), other_bytes (extent lists and the like), reserved_bytes (mapped
-            for rows to come and never touched: address space, and of a table in a directory disk space, but no memory);
+            alignment adds to them), column_bytes (keys, flags, frequencies and timestamps of live rows), index_bytes (with
+            what is ready for indexes to move to), slack_bytes (in memory, not holding a live row), other_bytes (extent lists
+            and the like), reserved_bytes (mapped for what is to come and never touched: address space, and of a table in a
+            directory disk space, but no memory);
             bytes (the sum of all these, or for a file-backed table other_bytes alone: its host memory), file_bytes (of the
             directory's files; 0 in memory); overhead_bytes_per_row (index, columns, slack and other, over the live rows; 0.0
             when empty).
@@ -1482,7 +1494,8 @@ cdef class Table:
         cdef int64_t i, touched = 0, arenas = 0, segments = 0
         self.enter(False)
         try:
-            index_bytes = 0
+            index_bytes = <int64_t>ec_spare_ready(t.spares)
+            coming = <int64_t>ec_spare_held(t.spares) - index_bytes
             free_rows = 0
             other = <int64_t>sizeof(ec_table_fields) + t.partition_slots * <int64_t>sizeof(ec_partition) + t.extent_slots * 8
             for i in range(t.partition_count):
@@ -1510,8 +1523,8 @@ cdef class Table:
                 "index_bytes": index_bytes,
                 "slack_bytes": slack,
                 "other_bytes": other,
-                "reserved_bytes": arenas - touched,
-                "bytes": other if t.backing != NULL else arenas + index_bytes + other,
+                "reserved_bytes": arenas - touched + coming,
+                "bytes": other if t.backing != NULL else arenas + index_bytes + coming + other,
                 "file_bytes": 0 if self.directory is None else self.directory.nbytes,
                 "overhead_bytes_per_row": (t.live * column + index_bytes + slack + other) / t.live if t.live else 0.0,
             }

@@ -200,19 +200,14 @@ static void ec_index_touch(const ec_index *index)
         at[offset] = at[offset];
 }
 
-/* Move to exactly `bucket_count` buckets, which must hold the keys. `touch`: what is left empty will be filled by a call to
- * come, or later in this one, and shall not count as promised until then. EC_NOMEM and EC_DISK leave the index as it was. */
-static int ec_index_resize_to(ec_index *index, uint64_t bucket_count, int touch)
+/* Move to `bucket_count` buckets, which must hold the keys, in a zeroed block as ec_backing_alloc gives it. `touch`: what is left
+ * empty will be filled by a call to come, or later in this one, and shall not count as promised until then. */
+static void ec_index_move(ec_index *index, uint64_t bucket_count, void *block, size_t held, int touch)
 {
     ec_index wider;
-    void *buckets = NULL;
     ec_index_init_in(&wider, index->seed, index->backing);
-    if (bucket_count > SIZE_MAX / sizeof(ec_bucket))
-        return EC_NOMEM;
-    const int status = ec_backing_alloc(index->backing, (size_t)bucket_count * sizeof(ec_bucket), &buckets, &wider.bytes);
-    if (status != EC_OK)
-        return status;
-    wider.buckets = (ec_bucket *)buckets;
+    wider.bytes = held;
+    wider.buckets = (ec_bucket *)block;
     wider.bucket_count = bucket_count;
     wider.grow_at = ec_index_room(bucket_count);
     for (uint64_t at = 0; at < index->bucket_count; ++at) {
@@ -227,7 +222,19 @@ static int ec_index_resize_to(ec_index *index, uint64_t bucket_count, int touch)
     ec_backing_written(wider.backing, wider.bytes);
     ec_backing_free(index->backing, index->buckets, index->bytes);
     *index = wider;
-    return EC_OK;
+}
+
+/* Move to exactly `bucket_count` buckets, which must hold the keys. EC_NOMEM and EC_DISK leave the index as it was. */
+static int ec_index_resize_to(ec_index *index, uint64_t bucket_count, int touch)
+{
+    void *block = NULL;
+    size_t held;
+    if (bucket_count > SIZE_MAX / sizeof(ec_bucket))
+        return EC_NOMEM;
+    const int status = ec_backing_alloc(index->backing, (size_t)bucket_count * sizeof(ec_bucket), &block, &held);
+    if (status == EC_OK)
+        ec_index_move(index, bucket_count, block, held, touch);
+    return status;
 }
 
 static int ec_index_resize(ec_index *index, uint64_t bucket_count) { return ec_index_resize_to(index, bucket_count, 0); }

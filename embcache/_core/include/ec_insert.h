@@ -13,6 +13,7 @@
 #ifndef EC_INSERT_H
 #define EC_INSERT_H
 
+#include "ec_ahead.h"
 #include "ec_rows.h"
 #include "ec_split.h"
 
@@ -63,13 +64,14 @@ static int64_t ec_distinct_estimate(const int64_t *keys, const uint64_t *hashes,
 /* Split what is too large, and see that every partition has a bucket to look into. What there is to split was inserted
  * since the last call, so the cost is shared by the inserts; and a call that is undone and repeated finds nothing left
  * to split. */
-static int ec_insert_begin(ec_table *t)
+static int ec_insert_begin(ec_table *t, int64_t n)
 {
     for (int64_t i = 0; i < t->partition_count; ++i) {
         int status = ec_table_split_large(t, i, 0);
         if (status != EC_OK)
             return status;
     }
+    ec_table_make_ready(t, n);
     return t->partitions->index.bucket_count == 0 ? ec_partition_reserve(t, t->partitions, 1) : EC_OK;
 }
 

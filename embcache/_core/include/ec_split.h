@@ -55,9 +55,9 @@ static int ec_split_index(const ec_table *t, const ec_partition *p, int32_t midd
         const uint64_t lower_need = ec_index_buckets_for(lower_keys + lower_keys / 8 + lower_limbo + 1);
         const uint64_t upper_need = ec_index_buckets_for(upper_keys + upper_keys / 8 + upper_limbo + 1);
         const int keep_lower = counted && upper_keys == 0, keep_upper = counted && lower_keys == 0;
-        int status = keep_lower ? EC_OK : ec_index_resize_to(lower, ec_partition_buckets(t, lower_need, 0), 1);
+        int status = keep_lower ? EC_OK : ec_table_resize_index(t, lower, ec_partition_buckets(t, lower_need, 0), 1);
         if (status == EC_OK && !keep_upper)
-            status = ec_index_resize_to(upper, ec_partition_buckets(t, upper_need, 0), 1);
+            status = ec_table_resize_index(t, upper, ec_partition_buckets(t, upper_need, 0), 1);
         if (status == EC_OK && (keep_lower || keep_upper)) {
             *(keep_lower ? lower : upper) = *index;
             *moved = 1;

@@ -32,6 +32,7 @@
 #include "ec_arena.h"
 #include "ec_index.h"
 #include "ec_init.h"
+#include "ec_spare.h"
 #include "ec_types.h"
 
 #define EC_EXTENT_BITS 10
@@ -97,6 +98,8 @@ typedef struct ec_table {
     int tracking;         /* whether `erased` holds the keys that were erased since the table was marked saved */
     int64_t *erased;
     int64_t erased_count, erased_slots;
+    ec_spare spares[EC_SPARES]; /* for indexes that soon move; anonymous memory only */
+    int64_t unready;            /* keys that small inserts brought since it was last looked for such indexes */
     pthread_rwlock_t lock;
 } ec_table;
 
@@ -236,6 +239,17 @@ static inline uint64_t ec_partition_buckets(const ec_table *t, uint64_t need, ui
     return less >= need && less >= held + held / 4 ? less : (wanted + EC_HUGE_BUCKETS - 1) / EC_HUGE_BUCKETS * EC_HUGE_BUCKETS;
 }
 
+/* ec_index_resize_to for an index of a partition: into a block made ready ahead, where there is one. */
+static int ec_table_resize_index(const ec_table *t, ec_index *index, uint64_t buckets, int touch)
+{
+    size_t held;
+    void *block = buckets > SIZE_MAX / sizeof(ec_bucket) ? NULL : ec_spare_take((ec_spare *)t->spares, buckets * sizeof(ec_bucket), &held);
+    if (block == NULL)
+        return ec_index_resize_to(index, buckets, touch);
+    ec_index_move(index, buckets, block, held, touch);
+    return EC_OK;
+}
+
 /* Make room for `extra` keys beside those of limbo rows. EC_NOMEM changes nothing. */
 static int ec_partition_reserve(const ec_table *t, ec_partition *p, int64_t extra)
 {
@@ -243,7 +257,7 @@ static int ec_partition_reserve(const ec_table *t, ec_partition *p, int64_t extr
     if (keys <= p->grow_at)
         return EC_OK;
     const uint64_t buckets = ec_partition_buckets(t, ec_index_buckets_for(keys), p->index.bucket_count);
-    int status = ec_index_resize_to(&p->index, buckets, 1);
+    int status = ec_table_resize_index(t, &p->index, buckets, 1);
     if (status == EC_OK)
         ec_partition_pace(p);
     else if (keys <= p->index.grow_at) { /* it need not have grown yet */

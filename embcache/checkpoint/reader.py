@@ -200,8 +200,12 @@ class Reader:
         blobs = self._levels[0].blobs
         if name not in blobs:
             raise ConfigError(f"generation {self.generation} has no state {name!r}; it has {self.state_names}")
-        pieces = [self._read(self._levels[0], place)["bytes"].tobytes() for place in blobs[name]]
-        return b"".join(pieces)
+        return b"".join(piece.tobytes() for piece in self.state_pieces(name))
+
+    def state_pieces(self, name: str) -> Iterator[npt.NDArray[np.uint8]]:
+        """The caller's bytes of that name, a chunk at a time; each piece is valid until the next one is asked for."""
+        for place in self._levels[0].blobs[name]:
+            yield self._read(self._levels[0], place)["bytes"]
 
     def filter(self, name: str) -> FilterState | None:
         """A filter's state, as the generation holds it; None where the table's was not written."""
@@ -240,6 +244,21 @@ class Reader:
             shared = min(high, place.vshard_to) - max(low, place.vshard_from)
             total += place.rows * shared / (place.vshard_to - place.vshard_from)
         return int(total)
+
+    def levels_of(self, name: str) -> int:
+        """How many generations a table's rows have to be looked for in: 1 where no delta changes it."""
+        return len(self._of(name))
+
+    def bytes_of(self, name: str, vshards: tuple[int, int]) -> int:
+        """Bytes of the chunks that `rows` reads for the keys of these vshards."""
+        levels = self._of(name)
+        return sum(
+            place.length for one in levels for place in self._own(one.tables[name], ROWS, ERASED, vshards=vshards)
+        )
+
+    def waiting_expected(self, name: str) -> int:
+        """At most so many keys `filter` gives in all vshards."""
+        return sum(place.rows for place in self._table(name).chunks if place.kind in (WAITING, LATE))
 
     def rows(self, name: str) -> Iterator[Rows]:
         """All rows of a table in this rank's vshards, each key once with its newest row, some at a time.

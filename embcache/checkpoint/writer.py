@@ -511,19 +511,24 @@ class Writer:
 
     def write_state(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Write bytes of the caller's own, under a name that is new in this generation: a safetensors file, JSON ..."""
+        self.write_state_pieces(name, [content])
+
+    def write_state_pieces(self, name: str, pieces: Iterable[Any]) -> None:
+        """The same of bytes that come in pieces, each a buffer."""
         self._check(_OPEN)
         if not isinstance(name, str) or not name:
             raise ConfigError(f"write_state: name = {name!r}; give a non-empty string")
         if name in self._blobs:
             raise ConfigError(f"write_state: {name!r} was written already; name them apart")
-        array = np.frombuffer(content, np.uint8)
         records = self._blobs.setdefault(name, [])
         columns = chunk.columns_of(BLOB)
         most = chunk.rows_per_chunk(columns, self.chunk_bytes)
-        for begin in range(0, len(array), most):
-            piece = array[begin : begin + most]
-            self._buffer.lay_out(columns, len(piece))["bytes"][:] = piece
-            self._append(NO_TABLE, 0, BLOB, columns, len(piece), (0, 0), records)
+        for content in pieces:
+            array = np.frombuffer(content, np.uint8)
+            for begin in range(0, len(array), most):
+                part = array[begin : begin + most]
+                self._buffer.lay_out(columns, len(part))["bytes"][:] = part
+                self._append(NO_TABLE, 0, BLOB, columns, len(part), (0, 0), records)
 
     # --------------------------------------------------------------------------------------------------------- writing
 

@@ -248,10 +248,9 @@ def _pieces(source: Source, low: int, high: int, progress: Progress) -> Iterator
         if (low, high) != (vshards[0] << shift, vshards[1] << shift):
             hashes = hash_keys(piece.keys)
             kept = (hashes >= np.uint64(low)) & (hashes <= np.uint64(high - 1))
-            columns: list[Any] = [
-                getattr(piece, what) for what in ("keys", "weights", "state", "frequencies", "timestamps")
-            ]
-            piece = Rows(*[None if one is None else one[kept] for one in columns])
+            columns = (getattr(piece, what) for what in ("keys", "weights", "state", "frequencies", "timestamps"))
+            picked: Any = [None if one is None else one[kept] for one in columns]
+            piece = Rows(*picked)
         if len(piece.keys):
             progress.add(len(piece.keys))
             yield piece

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from ..checkpoint import Reader, Writer, publish, verify, vshards_of
@@ -14,7 +13,7 @@ from .filters import merged_numbers
 from .gathering import ChunkFiller
 from .output import FINDINGS, FINE, Output, Progress, bytes_text
 from .paths import CHECKPOINT, expect
-from .sources import ALL, parse
+from .sources import ALL, parse, split, windows_of
 from .targets import check_apart, replacing
 
 __all__ = ["add"]
@@ -31,7 +30,6 @@ TARGET into a new checkpoint; without, the checkpoint itself is replaced, in one
 verified. Of what writers have said themselves (metadata), writer r of the new ones repeats what r modulo the old number said; of
 a filter's clocks and cut-offs all have the furthest."""
 
-_MOST_WINDOWS = 256
 _FILTER_KEYS = 2 << 20  # that are in memory at a time
 
 
@@ -117,14 +115,14 @@ def _copy_table(reader: Reader, writer: Writer, name: str, progress: Progress) -
     writer.table(description, metadata=abouts[writer.rank % len(abouts)])
     filler, rows = ChunkFiller(writer, description), 0
     mine = vshards_of(writer.rank, writer.world)
-    for window in _windows(reader, name, mine):
+    for window in windows_of(reader, name, mine):
         reader.vshards = window
         for piece in reader.rows(name):
             filler.add(piece)
             rows += len(piece.keys)
             progress.add(len(piece.keys) * description.row_bytes)
     filler.end()
-    for window in _split(mine, -(-reader.waiting_expected(name) // _FILTER_KEYS) or 1):
+    for window in split(mine, -(-reader.waiting_expected(name) // _FILTER_KEYS) or 1):
         reader.vshards = window
         found = reader.filter(name)
         if found is not None:
@@ -132,25 +130,3 @@ def _copy_table(reader: Reader, writer: Writer, name: str, progress: Progress) -
             writer.write_filter(description, found.keys, found.counts, found.last, found.late, numbers)
     reader.vshards = ALL
     return rows
-
-
-def _split(vshards: tuple[int, int], count: int) -> Iterator[tuple[int, int]]:
-    """The vshards in `count` ranges, or in as many as there are vshards."""
-    low, high = vshards
-    count = min(count, high - low)
-    for i in range(count):
-        yield low + (high - low) * i // count, low + (high - low) * (i + 1) // count
-
-
-def _windows(reader: Reader, name: str, vshards: tuple[int, int]) -> list[tuple[int, int]]:
-    """Ranges of vshards to be copied one after the other, so that new chunks hold neighbours again.
-
-    Deltas hold keys of all vshards, and are read for each range again: as many ranges as double the reading at most.
-    """
-    total, count = reader.bytes_of(name, vshards), _MOST_WINDOWS if reader.levels_of(name) > 1 else 1
-    while count > 1:
-        windows = list(_split(vshards, count))
-        if sum(reader.bytes_of(name, window) for window in windows) <= 2 * total:
-            return windows
-        count //= 2
-    return [vshards]

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from .._core.table import Table
-from ..checkpoint import TableDescription, Writer, put_rows, save_table
+from ..checkpoint import TableDescription, Writer, save_table
 from ..config import SGD, Adagrad, Adam, OptimizerSpec, RowWiseAdagrad
 from ..errors import ConfigError, CorruptionError
 from ..filterfile import take_apart
 from .filters import filter_bytes, write_filter
 from .output import FINDINGS, FINE, Output, bytes_text
 from .paths import CHECKPOINT, TABLE, expect
-from .sources import CheckpointTable, DirectoryTable, Pages, Source, open_sources, pieces_of
+from .sources import ALL, CheckpointTable, DirectoryTable, Pages, open_sources, put_all, windows_of
 from .targets import check_apart, replacing
 
 __all__ = ["OPTIMIZERS", "add", "make_table", "restored_name", "started_state"]
@@ -128,7 +128,7 @@ def restore(given: argparse.Namespace, output: Output) -> int:
         with replacing(given.directory, TABLE, given.force) as content:
             core = make_table(source, content)
             try:
-                rows = fill_table(core, source, output, "restore")
+                rows = _fill(core, source, output)
                 core.flush(filter_bytes(reader, name))
                 assert core.directory is not None
                 core.directory.note_checkpoint(f"generation {reader.generation} of {reader.path}")
@@ -141,19 +141,18 @@ def restore(given: argparse.Namespace, output: Output) -> int:
         return FINDINGS if opened.skipped else FINE
 
 
-def fill_table(core: Table, source: Source, output: Output, doing: str) -> int:
+def _fill(core: Table, source: CheckpointTable, output: Output) -> int:
     """Copy all rows of `source` into an empty table that lies in a directory; returns their number."""
     count, size = 0, source.description.row_bytes
     expected = source.rows_expected
     core.reserve(expected)
     pages = Pages(core)
-    with output.progress(expected * size, doing) as progress:
-        for rows in source.rows():
-            for piece in pieces_of(rows):
-                put_rows(core, piece)
-                pages.limit()
-            count += len(rows.keys)
-            progress.add(len(rows.keys) * size)
+    with output.progress(expected * size, "restore") as progress:
+        for window in windows_of(source.reader, source.description.name, ALL):
+            for rows in source.rows(window):
+                put_all(core, rows, pages)
+                count += len(rows.keys)
+                progress.add(len(rows.keys) * size)
     return count
 
 

@@ -167,7 +167,7 @@ def _dense(source: Source, content: str, kind: str, count: int, output: Output) 
                 keys = np.arange(at, min(at + most, count), dtype=np.int64)
                 rows = np.empty((len(keys), description.dim), description.storage)
                 initial.init_rows(keys, rows)
-                file.put(slice(at, at + len(keys)), row_type.from_storage(rows) if kind == "npy" else rows)
+                file.put(keys, row_type.from_storage(rows) if kind == "npy" else rows)
                 progress.add(rows.nbytes)
             for piece in source.rows():
                 weights = row_type.from_storage(piece.weights) if kind == "npy" else piece.weights

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._core.table import INIT_KINDS, Table
-from ..checkpoint import Rows, TableDescription, Writer, put_rows
+from ..checkpoint import Rows, TableDescription, Writer
 from ..errors import ConfigError
 from ..rowtypes import ROW_TYPES
 from .directories import OPTIMIZERS, started_state
@@ -21,7 +21,7 @@ from .output import FINE, Output, Progress, bytes_text
 from .parquet import ParquetArrays
 from .paths import CHECKPOINT, TABLE
 from .recsdk import STATES, is_recsdk, parts_of, tables_of
-from .sources import Pages, batch_rows, pieces_of
+from .sources import Pages, batch_rows, put_all
 from .streams import open_npy, open_npz, open_safetensors
 from .targets import check_apart, replacing
 
@@ -227,9 +227,7 @@ def _to_directory(given: argparse.Namespace, tables: list[list[Incoming]], outpu
             pages = Pages(core)
 
             def put(rows: Rows) -> None:
-                for piece in pieces_of(rows):
-                    put_rows(core, piece)
-                    pages.limit()
+                put_all(core, rows, pages)
 
             with _both(count * description.row_bytes, output) as progress:
                 return _move(given, parts, os.path.dirname(content), put, progress)

@@ -7,9 +7,9 @@ own first. bfloat16 is float32 where the format has no such type.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import zipfile
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -26,7 +26,6 @@ __all__ = ["DenseFile", "NpzWriter", "SafetensorsWriter", "Writer", "npy_header"
 
 _KINDS = {"float32": "F32", "float16": "F16", BFLOAT16: "BF16"}
 _DOING = "exporting"
-_TOUCHED_BYTES = 48 << 20
 
 
 class Writer(Protocol):
@@ -159,45 +158,26 @@ class NpzWriter(_Files):
 
 
 class DenseFile:
-    """A dense tensor (count, dim) behind `head`: rows at any place, through a mapping that keeps few pages in memory."""
+    """A dense tensor (count, dim) behind `head`: rows at any place."""
 
     def __init__(self, path: str, head: bytes, count: int, row_bytes: int) -> None:
         self._path = path
-        self._size = len(head) + count * row_bytes
+        self._begin = len(head)
         self._row_bytes = row_bytes
         with refusals(path, _DOING):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            try:
-                _allocate(descriptor, self._size)
-                _write(descriptor, np.frombuffer(head, np.uint8), 0)
-                self._map = mmap.mmap(descriptor, self._size)
-            finally:
-                os.close(descriptor)
-        self._rows = np.frombuffer(self._map, np.uint8, offset=len(head)).reshape(count, row_bytes)
-        self._touched = 0
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            _allocate(self._descriptor, len(head) + count * row_bytes)
+            _write(self._descriptor, np.frombuffer(head, np.uint8), 0)
 
-    def put(self, places: npt.NDArray[np.int64] | slice, rows: npt.NDArray[Any]) -> None:
-        """Rows at these places."""
-        pages = mmap.PAGESIZE + self._row_bytes
-        most = max(1, _TOUCHED_BYTES // pages)
-        raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), self._row_bytes)
-        if isinstance(places, slice):
-            self._rows[places] = raw
-            self._touched += raw.nbytes
-        for at in range(0, 0 if isinstance(places, slice) else len(raw), most):
-            self._rows[places[at : at + most]] = raw[at : at + most]  # type: ignore[index]
-            self._touched += len(raw[at : at + most]) * pages
-            self._let_go()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._touched > _TOUCHED_BYTES:
-            self._map.madvise(mmap.MADV_DONTNEED)
-            self._touched = 0
+    def put(self, keys: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> None:
+        """Rows at the places of their keys; neighbours in one call of the system."""
+        order = np.argsort(keys)
+        keys, rows = keys[order], rows[order]
+        starts = np.flatnonzero(np.diff(keys, prepend=keys[:1] - 2) != 1).tolist()
+        with refusals(self._path, _DOING):
+            for begin, end in pairwise([*starts, len(keys)]):
+                _write(self._descriptor, rows[begin:end], self._begin + int(keys[begin]) * self._row_bytes)
 
     def close(self) -> None:
-        """Write what is in memory."""
-        del self._rows
-        with refusals(self._path, _DOING):
-            self._map.flush()
-        self._map.close()
+        """Close the file."""
+        os.close(self._descriptor)

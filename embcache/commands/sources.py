@@ -17,7 +17,7 @@ import numpy as np
 from .._core.digest import hash_keys
 from .._core.directory import Directory
 from .._core.table import Table
-from ..checkpoint import Reader, Rows, TableDescription, row_batches
+from ..checkpoint import Reader, Rows, TableDescription, put_rows, row_batches
 from ..checkpoint.names import VSHARDS
 from ..errors import ConfigError, CorruptionError
 from ..rowtypes import ROW_TYPES
@@ -36,15 +36,18 @@ __all__ = [
     "open_directory",
     "open_sources",
     "parse",
-    "pieces_of",
+    "put_all",
+    "split",
     "vshards_of_keys",
     "weights_of",
+    "windows_of",
 ]
 
 ALL = (0, VSHARDS)
 PIECE_BYTES = 4 << 20  # of rows that are looked at together
 _MOST_MAPPED_BYTES = 96 << 20
-_PUT_ROWS = 4096  # the kernel maps up to 64 KiB around each place that is touched
+_MOST_PUT_ROWS = 1 << 16
+_MOST_WINDOWS = 256
 
 
 class Source(Protocol):
@@ -69,18 +72,17 @@ def batch_rows(description: TableDescription) -> int:
     return max(1, PIECE_BYTES // description.row_bytes)
 
 
-def pieces_of(rows: Rows) -> Iterator[Rows]:
-    """The same rows, few enough at a time that a mapped table, wherever it puts them, has few pages in memory."""
-    for at in range(0, len(rows.keys), _PUT_ROWS):
-        part = slice(at, at + _PUT_ROWS)
-        filtered = rows.frequencies is not None and rows.timestamps is not None
-        yield Rows(
-            rows.keys[part],
-            rows.weights[part],
-            rows.state[part],
-            rows.frequencies[part] if rows.frequencies is not None and filtered else None,
-            rows.timestamps[part] if rows.timestamps is not None and filtered else None,
-        )
+def put_all(core: Table, rows: Rows, pages: Pages) -> None:
+    """Insert or overwrite rows of a table that is mapped, few enough at a time."""
+    filtered = rows.frequencies is not None and rows.timestamps is not None
+    at = 0
+    while at < len(rows.keys):
+        part = slice(at, at + pages.rows)
+        at += pages.rows
+        frequencies = rows.frequencies[part] if rows.frequencies is not None and filtered else None
+        timestamps = rows.timestamps[part] if rows.timestamps is not None and filtered else None
+        put_rows(core, Rows(rows.keys[part], rows.weights[part], rows.state[part], frequencies, timestamps))
+        pages.limit()
 
 
 def vshards_of_keys(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -113,13 +115,43 @@ class CheckpointTable:
         self.reader.close()
 
 
+def windows_of(reader: Reader, name: str, vshards: tuple[int, int]) -> list[tuple[int, int]]:
+    """Ranges of vshards to be read one after the other, so that rows come with their neighbours.
+
+    Deltas hold keys of all vshards, and are read for each range again: as many ranges as double the reading at most.
+    """
+    total, count = reader.bytes_of(name, vshards), _MOST_WINDOWS if reader.levels_of(name) > 1 else 1
+    while count > 1:
+        windows = list(split(vshards, count))
+        if sum(reader.bytes_of(name, window) for window in windows) <= 2 * total:
+            return windows
+        count //= 2
+    return [vshards]
+
+
+def split(vshards: tuple[int, int], count: int) -> Iterator[tuple[int, int]]:
+    """The vshards in `count` ranges, or in as many as there are vshards."""
+    low, high = vshards
+    count = min(count, high - low)
+    for i in range(count):
+        yield low + (high - low) * i // count, low + (high - low) * (i + 1) // count
+
+
 class Pages:
-    """Keeps the mapped pages of a table directory from filling memory: to be told after each piece."""
+    """Keeps the mapped pages of a table directory from filling memory: to be told after each piece.
+
+    Attributes
+    ----------
+    rows : int
+        How many rows at any places to touch before it is told. What the kernel maps around a place is its own choice, 64 KiB
+        or 2 MiB, so this follows from what the last pieces came to.
+    """
 
     def __init__(self, core: Table) -> None:
+        self.rows = 512
         self._directory = core.directory
         self._page = os.sysconf("SC_PAGESIZE")
-        self._start = self._mapped()
+        self._start = self._last = self._mapped()
 
     def _mapped(self) -> int:
         with open("/proc/self/statm") as statm:
@@ -127,8 +159,15 @@ class Pages:
 
     def limit(self) -> None:
         """Give pages back where they have come to too much."""
-        if self._directory is not None and self._mapped() - self._start > _MOST_MAPPED_BYTES:
+        mapped = self._mapped()
+        if mapped - self._last > _MOST_MAPPED_BYTES // 2:
+            self.rows = max(16, self.rows // 2)
+        elif mapped - self._last < _MOST_MAPPED_BYTES // 16:
+            self.rows = min(_MOST_PUT_ROWS, 2 * self.rows)
+        if self._directory is not None and mapped - self._start > _MOST_MAPPED_BYTES:
             self._directory.release_pages()
+            mapped = self._mapped()
+        self._last = mapped
 
 
 class DirectoryTable:
@@ -157,9 +196,12 @@ class DirectoryTable:
                 batch = self.core.rows_of(extents, False)
                 keys = vshards_of_keys(self.core.columns(batch)[0])
                 batch = batch[(keys >= np.uint64(vshards[0])) & (keys < np.uint64(vshards[1]))]
-                for at in range(0, len(batch), most):
-                    yield self.read(batch[at : at + most])
+                at = 0
+                while at < len(batch):
+                    n = min(most, self.pages.rows)
+                    yield self.read(batch[at : at + n])
                     self.pages.limit()
+                    at += n
 
     def _ranges(self) -> list[tuple[int, int, npt.NDArray[np.int64]]]:
         """Runs of extents, and which vshards their keys are of: found by reading the keys once."""

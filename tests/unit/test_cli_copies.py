@@ -13,7 +13,7 @@ import pytest
 from embcache.checkpoint import FilterState, Reader, TableDescription, Writer, publish, vshards_of
 from embcache.cli import main
 from embcache.commands import copies, differences
-from embcache.commands.sources import vshards_of_keys
+from embcache.commands.sources import vshards_of_keys, windows_of
 from embcache.errors import ConfigError, LockedError
 from embcache.table import EmbTable
 
@@ -152,7 +152,7 @@ def test_chunks_of_a_compacted_checkpoint_hold_neighbours(tmp_path: Path, capsys
     assert ranges == sorted(ranges) and len(ranges) >= 4
     assert sum(high - low for low, high in ranges) < 1.2 * 4096
     with Reader(tmp_path / "one") as reader:
-        windows = copies._windows(reader, "t", (0, 4096))
+        windows = windows_of(reader, "t", (0, 4096))
         assert len(windows) > 4 and windows[0][0] == 0 and windows[-1][1] == 4096
         assert sum(reader.bytes_of("t", window) for window in windows) <= 2 * reader.bytes_of("t", (0, 4096))
 

@@ -445,4 +445,6 @@ def test_rows_come_in_the_order_of_vshards_whatever_the_passes(
     assert content(tmp_path / "one") == expected(given)
     with Reader(tmp_path / "one") as reader:
         ranges = [(p.vshard_from, p.vshard_to) for level in reader._levels for p in level.chunks()]
-    assert ranges == sorted(ranges) and all(one[1] <= other[0] + 1 for one, other in zip(ranges, ranges[1:], strict=False))
+    assert ranges == sorted(ranges) and all(
+        one[1] <= other[0] + 1 for one, other in zip(ranges, ranges[1:], strict=False)
+    )

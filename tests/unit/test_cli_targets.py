@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embcache.checkpoint import Writer
+from embcache.checkpoint import Reader, TableDescription, Writer
 from embcache.cli import main
 from embcache.commands import targets
 from embcache.commands.paths import CHECKPOINT, FILE, TABLE
@@ -45,9 +47,7 @@ def in_child(work: Callable[[], object]) -> int:
     if pid == 0:
         code = 99
         try:
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 1)
-                os.dup2(nowhere.fileno(), 2)
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - to the child's end
             code = int(work() or 0)  # type: ignore[call-overload]
         finally:
             os._exit(code)
@@ -212,3 +212,70 @@ def test_killed_at_any_moment_the_target_is_the_old_or_the_new(tmp_path: Path) -
         value = found
     assert main(["restore", str(checkpoints[1]), str(back), "--force"]) == 0
     assert [name for name in os.listdir(tmp_path) if "embcache-" in name] == []
+
+
+def test_a_full_disk_at_any_size_leaves_the_old_one(tmp_path: Path) -> None:
+    """Files may not exceed a limit, which every command meets at some point: exit code 3, and nothing is left behind."""
+    one = make(tmp_path / "one", 1.0, 20_000)
+    assert main(["save", str(one), str(tmp_path / "saved")]) == 0
+    for name in ("file.npz", "file.npy", "file.safetensors"):
+        assert main(["export", str(one), str(tmp_path / name)]) == 0
+    commands = [
+        ["save", "one", "saved", "--force"],
+        ["restore", "saved", "back"],
+        ["compact", "saved"],
+        ["export", "one", "file.npz", "--force"],
+        ["export", "one", "file.npy", "--force"],
+        ["export", "one", "file.safetensors", "--force"],
+        ["import", "file.npz", "new"],
+        ["import", "file.npy", "new", "--to", "directory"],
+    ]
+    before = sorted(os.listdir(tmp_path))
+
+    def limited(limit: int, command: list[str]) -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        os.chdir(tmp_path)
+        return main(command)
+
+    for limit in (50_000, 200_000, 600_000):
+        for command in commands:
+            assert in_child(partial(limited, limit, command)) == 3, (limit, command)
+            assert sorted(os.listdir(tmp_path)) == before, (limit, command)
+    assert value_of(one) == 1 and main(["verify", str(tmp_path / "saved")]) == 0
+    assert np.load(tmp_path / "file.npz")["weights"].shape == np.load(tmp_path / "file.npy").shape == (20_000, 8)
+
+
+def test_compacting_in_place_killed_at_any_moment_leaves_the_same_rows(tmp_path: Path) -> None:
+    description, draw = TableDescription("items", 8), random.Random(7)
+    path = tmp_path / "saved"
+    for step in range(3):
+        with Writer(path, chunk_bytes=1 << 16) as writer:
+            writer.begin(parent=step or None)
+            keys = np.arange(20_000 if step == 0 else 2000)
+            writer.write_rows(description, keys, np.full((len(keys), 8), step, np.float32))
+            writer.commit()
+            writer.publish()
+
+    def rows() -> dict[int, float]:
+        with Reader(path) as reader:
+            assert reader.generation == 3
+            return {
+                key: row[0]
+                for piece in reader.rows("items")
+                for key, row in zip(piece.keys.tolist(), piece.weights.tolist(), strict=True)
+            }
+
+    wanted = rows()
+    for _ in range(25):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                main(["compact", str(path)])
+            finally:
+                os._exit(0)
+        time.sleep(draw.random() * 0.15)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert rows() == wanted
+    assert main(["compact", str(path)]) == 0 and rows() == wanted
+    assert os.listdir(tmp_path) == ["saved"] and main(["verify", str(path)]) == 0

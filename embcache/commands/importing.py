@@ -20,7 +20,7 @@ from .ordering import DUPLICATES, Ordering
 from .output import FINE, Output, Progress, bytes_text
 from .parquet import ParquetArrays
 from .paths import CHECKPOINT, TABLE
-from .recsdk import STATES, is_recsdk, parts_of, tables_of
+from .recsdk import STATES, is_recsdk, left_out, parts_of, tables_of
 from .sources import Pages, batch_rows, put_all
 from .streams import open_npy, open_npz, open_safetensors
 from .targets import check_apart, replacing
@@ -108,12 +108,16 @@ def run(given: argparse.Namespace, output: Output) -> int:
     kind = format_of(source, given.format)
     with ExitStack() as stack:
         tables = list(_open(given, source, kind, stack))
+        ignored = {parts[0].description.name: left_out(parts[0].arrays.where) for parts in tables if kind == "recsdk"}
+        for name, what in ignored.items():
+            if what:
+                output.note(f"table {name!r}: {', '.join(what)} is not imported")
         if given.to == "directory" and len(tables) != 1:
             names = ", ".join(repr(parts[0].description.name) for parts in tables)
             raise ConfigError(f"a table directory holds one table; {source} has {len(tables)}: {names}; give --table")
         done = (_to_directory if given.to == "directory" else _to_checkpoint)(given, tables, output)
     where = os.path.abspath(given.target)
-    result = {"target": where, "kind": given.to, "format": kind, "tables": done}
+    result = {"target": where, "kind": given.to, "format": kind, "tables": done, "left_out": ignored}
     lines = [
         f"table {name!r}: {about['rows']:,} rows of dim {about['dim']} ({about['dtype']}), state {about['state_dim']}"
         + (f"; {about['dropped']:,} rows of keys that came again were dropped" if about["dropped"] else "")

@@ -2,7 +2,7 @@
 
 ``<table>/{key,embedding,momentum1,momentum2}/slice.data`` are raw little-endian numbers: int64 keys, float32 rows in the keys'
 order. Beside each, ``slice.attribute`` has int64 words: bytes of an element, count, and of embeddings the dim. A save that was
-not merged has the same below ``<table>/rank<r>/``.
+not merged has the same below ``<table>/rank<r>/``. Counters of its filter (``admit_count``, ``evict_timestamp``) are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import ConfigError, CorruptionError
 from .streams import Stream
 
-__all__ = ["STATES", "is_recsdk", "parts_of", "tables_of"]
+__all__ = ["STATES", "is_recsdk", "left_out", "parts_of", "tables_of"]
 
 STATES = ("momentum1", "momentum2")
 _DATA, _ATTRIBUTE = "slice.data", "slice.attribute"
@@ -53,6 +53,18 @@ def tables_of(path: str) -> dict[str, str]:
 def parts_of(folder: str, stack: ExitStack) -> list[dict[str, Stream]]:
     """The arrays of a table, ``keys``, ``weights`` and the states: one dict, or one for each rank."""
     return [_open(part, stack) for part in ([folder] if _has_keys(folder) else _rank_folders(folder))]
+
+
+def left_out(folder: str) -> list[str]:
+    """What a table's save holds besides what is read."""
+    known = {"key", "embedding", *STATES}
+    names = {
+        name
+        for part in ([folder] if _has_keys(folder) else _rank_folders(folder))
+        for name in os.listdir(part)
+        if os.path.isdir(os.path.join(part, name)) and not _RANK.fullmatch(name)
+    }
+    return sorted(names - known)
 
 
 def _open(folder: str, stack: ExitStack) -> dict[str, Stream]:

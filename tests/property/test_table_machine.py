@@ -85,7 +85,8 @@ class TableMachine(RuleBasedStateMachine):
             bits[(bits & 0x7FFF) > 0x7F80] |= 0x40  # a quiet NaN
             return (bits.astype(np.uint32) << np.uint32(16)).view(F32)
         bits[(bits & 0x7FFF) > 0x7C00] |= 0x200
-        return bits.view(np.float16).astype(F32)  # not torch: it widens one NaN alone to another NaN than one among many
+        # Not torch: it widens one NaN alone to another NaN than one among many.
+        return bits.view(np.float16).astype(F32)
 
     def born(self, keys: np.ndarray, rows: np.ndarray) -> None:
         absent = [int(key) for key in dict.fromkeys(keys.tolist()) if int(key) not in self.model]

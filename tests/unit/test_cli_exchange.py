@@ -230,11 +230,13 @@ def test_a_recsdk_save_directory(tmp_path: Path, capsys: pytest.CaptureFixture[s
             save[name][what] = rng.standard_normal((rows, dim)).astype(np.float32)
         recsdk(tmp_path / "save" / name, save[name], words or name == "none")
     (tmp_path / "save" / "meta.ini").write_text("[meta]\n")
+    (tmp_path / "save" / "users" / "admit_count").mkdir()
     code, result = run(capsys, "import", tmp_path / "save", tmp_path / "one")
     assert (code, {name: about["rows"] for name, about in result["tables"].items()}) == (
         0,
         {"users": 500, "items": 1, "none": 0},
     ), result
+    assert result["left_out"] == {"items": [], "none": [], "users": ["admit_count"]}
     with Reader(tmp_path / "one") as reader:
         assert (reader.tables["users"].state_dim, reader.tables["items"].state_dim) == (16, 16)
         (rows,) = reader.rows("users")

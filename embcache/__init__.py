@@ -45,15 +45,17 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .checkpoint import generations
+    from .checkpoint import RestoreReport, generations
     from .features import JaggedFeatures, JaggedTensor, KeyedTensor
     from .manager import EmbCacheManager
     from .modules import EmbeddingBagCollection, EmbeddingCollection
     from .optim import EmbOptimizer
     from .replay import simulate
+    from .saving import Saving
     from .swapinfo import SwapInfo
     from .table import EmbTable, hash_strings
     from .view import TableView
+    from .whole import restore, save
 
 __version__ = "0.1.0"
 
@@ -66,10 +68,14 @@ _LAZY = {
     "JaggedFeatures": "features",
     "JaggedTensor": "features",
     "KeyedTensor": "features",
+    "Saving": "saving",
     "SwapInfo": "swapinfo",
+    "RestoreReport": "checkpoint",
     "TableView": "view",
     "generations": "checkpoint",
     "hash_strings": "table",
+    "restore": "whole",
+    "save": "whole",
     "simulate": "replay",
 }
 
@@ -103,7 +109,9 @@ __all__ = [
     "OptimizerSpec",
     "PinnedKeyError",
     "PlanError",
+    "RestoreReport",
     "RowWiseAdagrad",
+    "Saving",
     "ShapeError",
     "ShowClick",
     "StorageError",
@@ -116,6 +124,8 @@ __all__ = [
     "Zeros",
     "generations",
     "hash_strings",
+    "restore",
+    "save",
     "simulate",
 ]
 

@@ -143,10 +143,10 @@ class HbmBuffer:
         arrays = self._arrays(table)
         if self.backend.direct:
             views = [self.backend.as_numpy(array) for array in arrays]
-            host.write_from(rows, views[0], slots, views[1:])
+            host.write_from(rows, views[0], slots, views[1:], home=True)
             return
         weights, *states = self.read(table, slots)
-        host.write_from(rows, weights, None, states)
+        host.write_from(rows, weights, None, states, home=True)
 
     def read(self, table: int, slots: np.ndarray) -> list[np.ndarray]:
         """Copies of the weights and each state array of `slots`, (n, width) NumPy arrays.

@@ -14,7 +14,7 @@ import numpy as np
 from .config import AdmitAndEvictConfig
 from .errors import ConfigError, CorruptionError
 
-__all__ = ["meaning", "pack", "pack_as", "take_apart", "unpack"]
+__all__ = ["meaning", "merged_numbers", "pack", "pack_as", "take_apart", "unpack"]
 
 FORMAT = 2
 
@@ -85,6 +85,18 @@ def take_apart(content: bytes, owner: str) -> tuple[dict[str, Any], int, dict[st
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptionError(f"{owner}: the state of its filter is not what this version writes") from None
     return state, step, kept
+
+
+def merged_numbers(numbers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One filter's numbers out of those of several writers: of clocks, cut-offs and counts the furthest.
+
+    All writers of a generation have seen the same global batches, so where their numbers differ one of them is behind.
+    """
+    merged: dict[str, Any] = {}
+    for one in numbers:
+        for what, value in one.items():
+            merged[what] = max(merged[what], value) if what in merged and isinstance(value, (int, float)) else value
+    return merged
 
 
 def _padded(content: bytes) -> bytes:

@@ -102,6 +102,7 @@ class FusedUpdate:
         self.manager, self.accumulate, self.pooled = manager, passes, pooled
         on_step = weakref.WeakMethod(self._on_optimizer_step)
         self.optimizer = EmbOptimizer(manager.spec, lambda: _call(on_step))
+        manager.note_optimizer(self.optimizer)
         self.grad_scale: Any = None
         self.skipped_updates = 0
         self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=manager.backend.device)
@@ -200,12 +201,17 @@ class FusedUpdate:
     def _end_of_pass(self, number: int) -> None:
         """Apply what arrived in a backward pass. Called by the autograd engine at its end."""
         arrived = sorted(self._arrived.pop(number), key=lambda forward: forward.info.plan.step)
+        # To the end: nobody may see rows that have trained and a plan that has not, least of all who saves them.
+        with self.manager.door:
+            self._train_on(arrived)
+
+    def _train_on(self, arrived: list[Forward]) -> None:
+        """Apply the gradients of these forwards, or add them to the window; inside the door."""
         try:
-            with self.manager.door:
-                if self.accumulate == 1 and len(arrived) == 1 and self.grad_scale is None:
-                    self._update_fused(arrived[0])
-                else:
-                    self._add_to_window(arrived)
+            if self.accumulate == 1 and len(arrived) == 1 and self.grad_scale is None:
+                self._update_fused(arrived[0])
+            else:
+                self._add_to_window(arrived)
         except BaseException:
             # Half a window is no gradient: all of it goes.
             held, self._held = self._held, []
@@ -320,8 +326,8 @@ class FusedUpdate:
         if self._window_passes:
             with self.manager.door:
                 self._apply_window()
-            held, self._held = self._held, []
-            self._finish(held)
+                held, self._held = self._held, []
+                self._finish(held)
 
 
 def _call(method: weakref.WeakMethod[Any]) -> None:

@@ -9,12 +9,14 @@ It knows nothing of autograd; `embcache.modules` stands on it.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapMana
 from ._core.table import Table
 from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer
+from .checkpoint import RestoreReport
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import backend_for
 from .door import Door
@@ -31,11 +34,17 @@ from .errors import ConfigError, EmbCacheError, HbmCapacityError, HostMemoryErro
 from .features import as_jagged_features
 from .filterfile import pack, unpack
 from .layout import FlatBatch, TableLayout
+from .optim import EmbOptimizer
+from .restoring import restore_managers
+from .savejob import SaveJob
+from .saving import Saving, doors_of, save_managers
 from .swapinfo import SwapInfo
 from .table import initializer_spec
 from .view import TableView
 
 __all__ = ["EmbCacheManager"]
+
+LOG = logging.getLogger("embcache")
 
 DEFAULT_OPTIMIZER = Adagrad(lr=0.01)
 FREE_MEMORY_SHARE = 0.6
@@ -73,8 +82,7 @@ class EmbCacheManager:
 
     Notes
     -----
-    Calls are serialized by one lock; plans are made in the order of the calls. Saving comes with a later version: until
-    then the rows can be read with ``m.table(name).items()``. Context manager; `close` frees the tables.
+    Calls are serialized by one lock; plans are made in the order of the calls. Context manager; `close` frees the tables.
 
     Examples
     --------
@@ -139,6 +147,9 @@ class EmbCacheManager:
         self._worker: ThreadPoolExecutor | None = None
         self._worker_thread: int | None = None
         self._queued = 0
+        self._optimizer: EmbOptimizer | None = None
+        self.saving: SaveJob | None = None  # set inside the door
+        self.saved: tuple[str, int, str] | None = None  # path, generation, module path: what a delta would change
 
     def initial_state(self, dim: int) -> np.ndarray:
         """State of a new row of `dim` weights, float32 (state_dim,)."""
@@ -159,10 +170,14 @@ class EmbCacheManager:
             directory=config.directory,
         )
 
-    def _make_planner(self, capacities: Sequence[int]) -> SwapManager:
+    def _make_planner(self, capacities: Sequence[int], tables: Sequence[Table] | None = None) -> SwapManager:
         filters = [table.admit_and_evict for table in self.layout.tables]
         return SwapManager(
-            self.host_tables, list(capacities), filters, policy=self._policy, num_threads=self._num_threads
+            self.host_tables if tables is None else tables,
+            list(capacities),
+            filters,
+            policy=self._policy,
+            num_threads=self._num_threads,
         )
 
     # ---------------------------------------------------------------------------------------------- slots of each table
@@ -292,13 +307,16 @@ class EmbCacheManager:
         ------
         Those of `plan`; and whatever keeps rows from moving, in which case the plan is abandoned.
         """
+        saving = self.saving
+        if saving is not None:
+            saving.wait_for_room()
         # A queue is drained by a worker that needs the lock, so waiting for it must happen outside.
         info = self.plan(batch) if self._queued else None
         with self.door:
             if info is None:
                 info = self._plan_flat(self.layout.flatten(as_jagged_features(batch)))
             try:
-                self._complete_abandoned()
+                self.complete_abandoned()
                 self._swap_out(info.plan)
                 self._swap_in(info.plan)
                 self.let_slots_move(info)
@@ -309,12 +327,15 @@ class EmbCacheManager:
 
     def _plan(self, batch: Any) -> SwapInfo:
         flat = self.layout.flatten(as_jagged_features(batch))
+        saving = self.saving
+        if saving is not None:
+            saving.wait_for_room()
         with self.door:
             return self._plan_flat(flat)
 
     def _plan_flat(self, flat: FlatBatch) -> SwapInfo:
         """Plan a flattened batch, inside the door."""
-        self._complete_abandoned()
+        self.complete_abandoned()
         plan = self._plan_with_room(flat)
         self.door.changes += 1
         return SwapInfo(self, plan, flat)
@@ -408,7 +429,7 @@ class EmbCacheManager:
         """
         plan = self._own(info)
         with self.door:
-            self._complete_abandoned()
+            self.complete_abandoned()
             self._swap_out(plan)
 
     def swap_in(self, info: SwapInfo) -> None:
@@ -435,6 +456,8 @@ class EmbCacheManager:
         if plan.misses:
             self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
         self.planner.mark_swapped_in(plan)
+        if self.saving is not None:
+            self.saving.comes_in(self, plan)
         self.door.changes += 1
 
     def _check_turn(self, plan: Plan, state: str) -> None:
@@ -487,7 +510,7 @@ class EmbCacheManager:
                 self._abandoned.append(info)
                 self._abandoned.sort(key=lambda other: other.plan.step)
 
-    def _complete_abandoned(self) -> None:
+    def complete_abandoned(self) -> None:
         """Move the rows of abandoned plans, as far as their turn has come, and finish them."""
         while self._abandoned:
             plan = self._abandoned[0].plan
@@ -589,7 +612,7 @@ class EmbCacheManager:
         with self.door:
             host = self.host_tables[table]
             if host.directory is not None and self.layout.tables[table].admit_and_evict is not None:
-                self._complete_abandoned()
+                self.complete_abandoned()
                 if self.planner.outstanding:
                     raise self._between_steps("flush the directory of a table with a filter")
             self._write_back(table)
@@ -613,7 +636,7 @@ class EmbCacheManager:
 
     def _write_back(self, table: int) -> None:
         """Write the residents of one table back to their host rows."""
-        self._complete_abandoned()
+        self.complete_abandoned()
         if any(plan.state != "swapped_in" for plan in self.planner.outstanding):
             raise PlanError("a planned batch has not been swapped in; swap it in or cancel it before flush")
         _, slots, rows, _, _ = self.planner.residents(table)
@@ -631,10 +654,8 @@ class EmbCacheManager:
         PlanError
             A plan is outstanding.
         """
-        with self.door:
-            self._complete_abandoned()
-            if self.planner.outstanding:
-                raise self._between_steps("rebalance")
+        with doors_of({"": self}):
+            self.check_between_steps("rebalance")
             if self._hbm_bytes is None:
                 return
             uniques = [
@@ -654,16 +675,26 @@ class EmbCacheManager:
             "accumulation window call finish_accumulation() first"
         )
 
+    def check_between_steps(self, doing: str) -> None:
+        """`PlanError` while a plan is outstanding. Inside the door."""
+        self.complete_abandoned()
+        if self.planner.outstanding:
+            raise self._between_steps(doing)
+
+    def _totals(self) -> list[dict[str, int]]:
+        """Each table's counters since the start: what the next planner adds to."""
+        return [
+            {name: earlier[name] + now[name] for name in COUNTERS}
+            for earlier, now in zip(self._past, self.planner.stats(), strict=True)
+        ]
+
     def _rebuild(self, capacities: list[int]) -> None:
         """Write everything back and start buffer and planner anew; counters and filters carry over."""
         old = self.planner
         for t in range(len(self.host_tables)):
             self._write_back(t)
             old.drop(t, old.residents(t)[0])
-        past = [dict.fromkeys(COUNTERS, 0) for _ in self._past]
-        for total, earlier, stats in zip(past, self._past, old.stats(), strict=True):
-            for name in COUNTERS:
-                total[name] = earlier[name] + stats[name]
+        past = self._totals()
         planner = self._make_planner(capacities)
         for t, table in enumerate(self.layout.tables):
             if table.admit_and_evict is not None:
@@ -678,6 +709,181 @@ class EmbCacheManager:
         self.door.changes += 1
         old.close()
 
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    @overload
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        delta: bool = False,
+        background: Literal[False] = False,
+        state: Any = None,
+        keep: int | None = None,
+    ) -> int: ...
+
+    @overload
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        delta: bool = False,
+        background: Literal[True],
+        state: Any = None,
+        keep: int | None = None,
+    ) -> Saving: ...
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        delta: bool = False,
+        background: bool = False,
+        state: Any = None,
+        keep: int | None = None,
+    ) -> int | Saving:
+        """Write a generation of a checkpoint: it is whole and durable when this returns, or absent.
+
+        It holds everything as of the last finished training batch, wherever that is: weights, optimizer state and step count,
+        learning rates, frequencies, timestamps, the filters with keys that wait. Batches that are planned and have not trained
+        (a window of accumulation too) are in it with nothing: after `restore` they are to be trained again.
+
+        Parameters
+        ----------
+        path : path
+            The checkpoint's directory, made where it is absent. Each save adds a generation.
+        delta : bool
+            Write only rows that have changed since the generation that this manager last saved or restored at `path`. A full
+            one is written where there is none, and where the deltas since the last full one have come to as much as one costs.
+        background : bool
+            Return as soon as the state to be written is fixed, and write it in a thread while training goes on.
+        state : optional
+            Your own, for `RestoreReport.state`: numbers, strings, None, bytes, arrays and tensors, in lists, tuples and dicts. (A
+            dense model's ``state_dict()``, the position in the data.)
+        keep : int, optional
+            Remove all but this many of the newest generations, and those that these need.
+
+        Returns
+        -------
+        int or Saving
+            The generation; in the background a future of it.
+
+        Raises
+        ------
+        ConfigError
+            `state` holds something that cannot be saved; nothing was written.
+        PlanError
+            A table has a filter, and a batch has finished before one that was planned earlier.
+        LockedError
+            Somebody else is saving there.
+        DiskFullError, StorageError
+            What was saved before is intact, and this manager as it was; the next delta holds what this one was to hold.
+        CorruptionError
+            The catalogue at `path` is damaged: save to another path.
+
+        Notes
+        -----
+        Batches may be planned and trained in other threads, and with `background` in this one, while it is written: what is
+        written is the state at the call. A second save, `restore`, `rebalance` and `close` wait for it.
+
+        Rows that training is about to change are copied out before, 256 MiB of them at most, then the next batch waits to be
+        planned; besides a save takes one byte for each host row. The filters' waiting keys are written whole in a delta too.
+        """
+        return save_managers(path, {"": self}, delta=delta, background=background, state=state, keep=keep)
+
+    def restore(self, path: str | os.PathLike[str], generation: int | None = None) -> RestoreReport:
+        """Take over a generation: the newest that holds, unless one is given. What the tables held before is gone.
+
+        A table that the checkpoint lacks starts anew, one that this manager lacks is passed over; the report says so. Tables are
+        filled beside the present ones and take their places in the end, so a failure leaves everything as it was. A table in files must
+        hold no row.
+
+        Raises
+        ------
+        ConfigError
+            No such checkpoint; or a table has another dim, dtype or optimizer there, or a filter whose counters mean
+            something else: the message says what to do.
+        CorruptionError
+            No generation, or not the given one, is as it was written.
+        PlanError
+            A plan is outstanding.
+        HostMemoryError, DiskFullError, StorageError
+        """
+        return restore_managers(path, {"": self}, generation)[0]
+
+    def note_optimizer(self, optimizer: EmbOptimizer) -> None:
+        """Say whose step count and hyper-parameters belong to the rows: they are saved and restored with them."""
+        self._optimizer = optimizer
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """``state_dict()`` of the optimizer; None where nobody has noted one."""
+        return None if self._optimizer is None else self._optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load it; without an optimizer there is nobody to take it. `ConfigError` changes nothing."""
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state)
+
+    def note_saved(self, path: str, generation: int, module: str) -> None:
+        """Note, also in the directories of file-backed tables, which checkpoint holds the rows."""
+        self.saved = path, generation, module
+        for table in self.host_tables:
+            if table.directory is not None:
+                try:
+                    table.directory.note_checkpoint(f"generation {generation} of {path}")
+                except OSError as error:
+                    LOG.warning(
+                        "table %r: its directory does not name generation %d: %s", table.name, generation, error
+                    )
+
+    def wait_for_save(self) -> None:
+        """Wait until no save is under way. Not inside the door, which the save needs."""
+        self.door.check_process()
+        job = self.saving
+        if job is not None:
+            job.done.wait()
+
+    def before_change(self, table: int, keys: np.ndarray) -> None:
+        """Keys of a table are about to be changed by hand. Inside the door."""
+        if self.saving is not None:
+            self.saving.changes(self, table, keys)
+
+    def fresh_table(self, t: int) -> Table:
+        """An empty table like table `t`, or that one where it lies in files and is empty.
+
+        Raises
+        ------
+        ConfigError
+            It lies in files and holds rows.
+        """
+        config, present = self.layout.tables[t], self.host_tables[t]
+        if present.directory is None:
+            return self._make_table(config)
+        if len(present):
+            raise ConfigError(
+                f"table {config.name!r}: its directory {present.directory.path!r} holds {len(present)} rows; restore into a manager whose "
+                "table has a new directory"
+            )
+        return present
+
+    def fresh_planner(self, tables: Sequence[Table]) -> SwapManager:
+        """A planner for `tables` in place of the present ones, none of whose slots is taken."""
+        planner = self._make_planner(self.buffer.capacities, tables)
+        planner.set_bases(self.buffer.bases)
+        return planner
+
+    def take_over(self, tables: list[Table], planner: SwapManager) -> None:
+        """Put `tables` and `planner`, as `fresh_table` and `fresh_planner` gave them, in the places of the present ones."""
+        self._past = self._totals()
+        old_tables, old_planner = self.host_tables, self.planner
+        self.host_tables = tables
+        self.planner = self.door.planner = planner
+        self.door.changes += 1
+        old_planner.close()
+        for old, new in zip(old_tables, tables, strict=True):
+            if old is not new:
+                old.close()
+
     def move(self, device: str | torch.device) -> None:
         """Move the buffer (never the tables) to another device.
 
@@ -688,9 +894,7 @@ class EmbCacheManager:
         """
         backend = backend_for(device, num_threads=self._num_threads)
         with self.door:
-            self._complete_abandoned()
-            if self.planner.outstanding:
-                raise self._between_steps("move the module")
+            self.check_between_steps("move the module")
             self.buffer.move(backend)
             self.backend = backend
             self.door.changes += 1
@@ -727,7 +931,7 @@ class EmbCacheManager:
             return totals
 
     def close(self) -> None:
-        """Free tables and buffer; waits for a plan being made. Idempotent. Every later use raises `ClosedError`.
+        """Free tables and buffer; waits for a plan being made and for a save under way. Idempotent. Every later use raises `ClosedError`.
 
         File-backed tables get the residents' rows first, and are left clean; a manager that dies without close leaves what
         the last flush did, or directories that refuse to open.
@@ -738,7 +942,7 @@ class EmbCacheManager:
             A directory could not be written; the first error of several. Everything else is closed. A table whose disk is full stays
             open: close again when there is room. One whose directory failed for good is closed and unclean.
         """
-        self.door.check_process()
+        self.wait_for_save()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown(wait=threading.get_ident() != self._worker_thread)
@@ -778,7 +982,7 @@ class EmbCacheManager:
         if all(place is None for place in places):
             return [(table, None) for table in self.host_tables]
         try:
-            self._complete_abandoned()
+            self.complete_abandoned()
         except StorageError:
             if not any(place is not None and place.failed for place in places):
                 raise

@@ -7,6 +7,7 @@ whose backward updates the rows (`embcache.fused`). Any other forward only reads
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .checkpoint import RestoreReport
 from .config import OptimizerSpec, TableConfig
 from .devices import GroupLookup
 from .errors import ConfigError, PlanError
@@ -22,6 +24,7 @@ from .fused import FusedUpdate
 from .layout import FlatBatch
 from .manager import DEFAULT_OPTIMIZER, EmbCacheManager
 from .optim import EmbOptimizer
+from .saving import Saving, save_managers
 from .swapinfo import SwapInfo
 from .view import TableView
 
@@ -202,6 +205,22 @@ class CachedCollection(nn.Module):
         """Name -> coherent view of each table."""
         return {name: self._manager.table(name) for name in self._manager.layout.names}
 
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        delta: bool = False,
+        background: bool = False,
+        state: Any = None,
+        keep: int | None = None,
+    ) -> int | Saving:
+        """Write a generation of a checkpoint of this collection; see `EmbCacheManager.save`, and `embcache.save` for a model."""
+        return save_managers(path, {"": self._manager}, delta=delta, background=background, state=state, keep=keep)
+
+    def restore(self, path: str | os.PathLike[str], generation: int | None = None) -> RestoreReport:
+        """Take over what `save` wrote, step count and hyper-parameters too; see `EmbCacheManager.restore`."""
+        return self._manager.restore(path, generation)
+
     def finish_accumulation(self) -> None:
         """Apply an incomplete accumulation window now (at the end of an epoch, for example)."""
         self._update.finish_accumulation()
@@ -233,8 +252,8 @@ class CachedCollection(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
-            "a collection cannot be copied or pickled: its tables are host memory of this process. Make a new one, and copy rows "
-            'with collection.tables()["name"].items() and assign(); saving to disk comes with a later version'
+            "a collection cannot be copied or pickled: its tables are host memory of this process. Make a new one, and let it "
+            "restore() what this one can save()"
         )
 
     def extra_repr(self) -> str:
@@ -273,9 +292,8 @@ class EmbeddingBagCollection(CachedCollection):
 
     There are no parameters whose ``requires_grad`` could be cleared: to freeze a collection, keep it in ``eval()``.
 
-    *Saving.* Tables are not parameters: ``state_dict()`` has nothing of them and stays small. Saving and restoring them
-    (``ec.save``) comes with a later version; until then ``ebc.tables()["name"].items()`` gives all rows with their state,
-    ``assign`` takes them back, and ``ebc.optimizer.state_dict()`` holds the step count.
+    *Saving.* Tables are not parameters: ``state_dict()`` has nothing of them and stays small. ``ebc.save(path)`` and
+    ``ebc.restore(path)`` write and read them with the optimizer's state; `embcache.save` does so for a whole model.
 
     ``.to()`` and ``.cuda()`` move the buffer, never the tables, and only between steps. Not thread-safe in training;
     evaluation may run in another thread.

@@ -18,6 +18,7 @@ from .rowtypes import ROW_TYPES
 from .table import apart, as_keys, as_rows, check_out, check_rows_out
 
 if TYPE_CHECKING:
+    from ._core.table import Table
     from .manager import EmbCacheManager
 
 __all__ = ["TableView"]
@@ -53,10 +54,14 @@ class TableView:
 
     def __init__(self, manager: EmbCacheManager, table: int) -> None:
         self._manager, self._table = manager, table
-        self._host = manager.host_tables[table]
         self.name, self.dim, self.state_dim = self._host.name, self._host.dim, self._host.state_dim
         self.dtype, self._kind = self._host.dtype, ROW_TYPES[self._host.dtype]
         self._owner = f"table {self.name!r}"
+
+    @property
+    def _host(self) -> Table:
+        """The host table, which a restore replaces."""
+        return self._manager.host_tables[self._table]
 
     # ------------------------------------------------------------------------------------------------------------ reads
 
@@ -246,6 +251,7 @@ class TableView:
         _, rows, where = self._manager.planner.peek(keys, self._table)
         absent = np.flatnonzero((where == PEEK_ABSENT) | (where == PEEK_DEFAULT))
         if len(absent):
+            self._manager.before_change(self._table, keys[absent])
             self._manager.planner.drop(self._table, keys[absent])
             rows[absent] = self._host.insert(keys[absent])
             self._manager.door.changes += 1
@@ -267,6 +273,7 @@ class TableView:
             unique = np.unique(array)
             slots, rows, where = self._manager.planner.peek(unique, self._table)
             resident = where == PEEK_SLOT
+            self._manager.before_change(self._table, unique)
             if resident.any():
                 self._manager.buffer.swap_out(self._host, self._table, rows[resident], slots[resident])
             self._manager.planner.drop(self._table, array)
@@ -288,6 +295,7 @@ class TableView:
             self._manager.planner.forget_waiting(
                 self._table, array
             )  # first: it changes nothing where drop would refuse
+            self._manager.before_change(self._table, array)
             self._manager.planner.drop(self._table, array)
             self._manager.door.changes += 1
             return int(self._host.erase(array))

@@ -7,12 +7,19 @@
 Three runs start from the same values and see the same batches: HBM slots for a tenth of the rows; all rows resident;
 plain ``nn.EmbeddingBag(sparse=True)``. The first two must end in bit-identical rows, or the exit status is 1; so it is
 if plain PyTorch's test AUC is further away than 0.002.
+
+In the end a process of its own trains the first run again, saves checkpoints as it goes, and is killed with SIGKILL in the middle
+of an epoch. What the newest checkpoint holds is restored and trained to the end, and must be bit-identical too.
+
+    python examples/flights.py --save DIR             # save the first run in the background
+    python examples/flights.py --resume DIR           # and go on with it
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +27,7 @@ from pathlib import Path
 import torch
 
 import embcache as ec
+from checkpoints import Checkpoints, train_until_killed
 from clicks import Clicks
 from comparison import first_difference, print_report
 from criteo import load_criteo
@@ -34,11 +42,13 @@ DEFAULT_BATCH_SIZE = 1024
 # (sparse, dense) learning rates of each optimizer.
 LEARNING_RATES = {"adagrad": (0.05, 0.005), "adam": (0.001, 0.001), "sgd": (0.1, 0.05)}
 AUC_TOLERANCE = 0.002
+LEAST_STEPS_TO_KILL = 10  # before that many there may be no checkpoint yet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if both checks held."""
-    options = parse(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(given)
     torch.use_deterministic_algorithms(True)
     # The dense model is small: a second thread would mostly wait, and on a busy machine wait long.
     torch.set_num_threads(1)
@@ -62,12 +72,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ec.TableConfig(name, DIM, initializer=ec.Uniform(-0.05, 0.05), seed=options.seed) for name in train.features
     ]
     small = [replace(table, hbm_rows=rows) for table, rows in zip(tables, slots, strict=True)]
-    cached = run_embcache(f"{options.hbm_fraction:.0%} in HBM", small, train, test, setting)
+    steps = options.epochs * -(-len(train) // batch_size)
+    every = options.save_every or max(steps // 10, 1)
+    checkpoints = Checkpoints(options.save, options.resume, every, options.kill_at)
+    cached = run_embcache(f"{options.hbm_fraction:.0%} in HBM", small, train, test, setting, checkpoints)
     resident = run_embcache("all in HBM", tables, train, test, setting)
     stock = run_stock("nn.Embedding", tables, train, test, setting)
-    print_report([cached, resident, stock])
+    runs = [cached, resident, stock]
+    dies = not options.no_kill and options.resume is None and steps >= LEAST_STEPS_TO_KILL
+    if dies:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"a process of its own trains {steps * 2 // 3} of {steps} steps and is killed")
+            train_until_killed(given, folder, steps * 2 // 3)
+            runs.append(
+                run_embcache("killed, resumed", small, train, test, setting, Checkpoints(resume_from=Path(folder)))
+            )
+    print_report(runs)
 
     problems = []
+    if dies and (difference := first_difference(cached, runs[-1])):
+        problems.append(f"the run that was killed and resumed differs from {cached.name!r}: {difference}")
     if difference := first_difference(cached, resident):
         problems.append(f"rows differ between {cached.name!r} and {resident.name!r}: {difference}")
     if cached.swap_out_rows == 0 and options.hbm_fraction < 1:
@@ -83,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"all {rows:,} rows (weights and state) and the dense model are bit-identical with {options.hbm_fraction:.0%} "
             f"and with all of the rows in HBM; plain PyTorch's AUC is {gap:.5f} away"
         )
+        if dies:
+            print("so are those of the run that was killed and resumed from its newest checkpoint")
     return 1 if problems else 0
 
 
@@ -100,6 +126,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", choices=sorted(LEARNING_RATES), default="adagrad")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="save checkpoints of the first run in DIR")
+    parser.add_argument("--save-every", type=int, metavar="STEPS", help="default a tenth of all steps")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with the newest checkpoint in DIR")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill this process with SIGKILL after a step")
+    parser.add_argument("--no-kill", action="store_true", help="leave out the run that is killed and resumed")
     options = parser.parse_args(arguments)
     if options.synthetic is not None and options.synthetic < 10:
         parser.error(f"--synthetic {options.synthetic}: give 10 or more")
@@ -111,6 +142,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--epochs {options.epochs}: give 1 or more")
     if not 0 < options.hbm_fraction <= 1:
         parser.error(f"--hbm-fraction {options.hbm_fraction}: give more than 0 and at most 1")
+    if options.save_every is not None and options.save_every < 1:
+        parser.error(f"--save-every {options.save_every}: give 1 or more")
     return options
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
 import embcache as ec
+from checkpoints import Checkpoints
 from clicks import Clicks
 from dlrm import Dlrm
 from embcache.view import TableView
@@ -77,10 +78,24 @@ class Run:
         return self.lookups / self.seconds
 
 
-def run_embcache(name: str, tables: list[ec.TableConfig], train: Clicks, test: Clicks, setting: Setting) -> Run:
+def run_embcache(
+    name: str,
+    tables: list[ec.TableConfig],
+    train: Clicks,
+    test: Clicks,
+    setting: Setting,
+    checkpoints: Checkpoints | None = None,
+) -> Run:
     """Train with the slots that `tables` say (all rows resident where they say nothing)."""
     model = _dense_model(train, setting)
     ebc = ec.EmbeddingBagCollection(tables, optimizer=setting.sparse_spec())
+    dense = setting.dense(model)
+    whole = torch.nn.ModuleDict({"dense": model, "rows": ebc})
+    checkpoints = checkpoints or Checkpoints()
+    first = checkpoints.resume(whole, dense, setting)
+
+    def after_step(step: int) -> None:
+        checkpoints.after_step(step, whole, dense, setting)
 
     def embed(batch: Clicks) -> torch.Tensor:
         lengths = torch.ones(batch.keys.size, dtype=torch.int64)
@@ -90,7 +105,7 @@ def run_embcache(name: str, tables: list[ec.TableConfig], train: Clicks, test: C
         stats = ebc.manager.stats()
         return stats["hits"] / max(stats["hits"] + stats["misses"], 1)
 
-    seconds = _train(name, model, embed, [setting.dense(model), ebc.optimizer], train, setting, hit_rate)
+    seconds, lookups = _train(name, model, embed, [dense, ebc.optimizer], train, setting, hit_rate, first, after_step)
     stats = ebc.manager.stats()
     share = hit_rate()
     ebc.eval()
@@ -98,7 +113,7 @@ def run_embcache(name: str, tables: list[ec.TableConfig], train: Clicks, test: C
     run = Run(
         name=name,
         seconds=seconds,
-        lookups=train.keys.size * setting.epochs,
+        lookups=lookups,
         auc=auc(test.labels, logits),
         log_loss=log_loss(test.labels, logits),
         host_bytes=stats["host_bytes"],
@@ -126,12 +141,12 @@ def run_stock(name: str, tables: list[ec.TableConfig], train: Clicks, test: Clic
         return embeddings(torch.from_numpy(batch.keys))
 
     optimizers = [setting.dense(model), setting.sparse_stock(list(embeddings.parameters()))]
-    seconds = _train(name, model, embed, optimizers, train, setting, None)
+    seconds, lookups = _train(name, model, embed, optimizers, train, setting, None)
     logits = _predict(model, embed, test)
     return Run(
         name=name,
         seconds=seconds,
-        lookups=train.keys.size * setting.epochs,
+        lookups=lookups,
         auc=auc(test.labels, logits),
         log_loss=log_loss(test.labels, logits),
         host_bytes=0,
@@ -153,14 +168,19 @@ def _train(
     train: Clicks,
     setting: Setting,
     hit_rate: Callable[[], float] | None,
-) -> float:
-    """Train in time order, every epoch alike; return the seconds."""
+    first: int = 0,
+    after_step: Callable[[int], None] | None = None,
+) -> tuple[float, int]:
+    """Train in time order, every epoch alike, without the first `first` steps; return seconds and rows looked up."""
     steps = setting.epochs * -(-len(train) // setting.batch_size)
-    bar = tqdm(total=steps, desc=f"{name:>12}", unit="step", disable=None)
-    recent = 0.0
+    bar = tqdm(total=steps, initial=first, desc=f"{name:>12}", unit="step", disable=None)
+    recent, step, lookups = 0.0, 0, 0
     start = time.perf_counter()
     for _ in range(setting.epochs):
         for batch in train.batches(setting.batch_size):
+            step += 1
+            if step <= first:
+                continue
             logits = model(torch.from_numpy(batch.dense), embed(batch))
             loss = binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
             for optimizer in optimizers:
@@ -169,13 +189,16 @@ def _train(
             for optimizer in optimizers:
                 optimizer.step()
             recent = 0.98 * recent + 0.02 * loss.item() if recent else loss.item()
+            lookups += batch.keys.size
+            if after_step is not None:
+                after_step(step)
             bar.update()
             if bar.n % 16 == 0 or bar.n == steps:
                 hits = "" if hit_rate is None else f", hit rate {hit_rate():.1%}"
                 bar.set_postfix_str(f"loss {recent:.4f}{hits}", refresh=False)
     seconds = time.perf_counter() - start
     bar.close()
-    return seconds
+    return seconds, lookups
 
 
 @torch.no_grad()

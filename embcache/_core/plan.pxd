@@ -11,6 +11,8 @@ cdef extern from "ec_plan.h":
     ctypedef struct ec_part:
         ec_vec changes
         ec_vec births
+        ec_vec deaths
+        ec_vec touches
         int64_t *totals
         int64_t unique
         int64_t need

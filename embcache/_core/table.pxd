@@ -80,6 +80,7 @@ cdef extern from "ec_rows.h":
         const int64_t *widths   # floats of a row of each part; the widths add up to state_dim
         int64_t parts           # 0: weights only; -1: writing sets the state to zero
         const int64_t *places   # buffer row of element i; NULL: i
+        int home                # writing: a row comes back from where it changed, and whether it did is known already
 
     void ec_find_span(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows) noexcept nogil
 
@@ -133,7 +134,7 @@ cdef class Table:
     cdef int open_weights(self, str what, object weights, int64_t rows, bint write, Py_buffer *at, int *type) except -1
     cdef int lookup_missing(self, const int64_t[::1] keys, const int64_t[::1] places, void *out, int type) except -1
     cdef int move_rows(self, const int64_t[::1] rows, object weights, const int64_t[::1] places, object states,
-                       bint write) except -1
+                       bint write, bint home=*) except -1
     cdef int move_opened(self, const int64_t[::1] rows, int64_t height, ec_rows_buffer *buffer, const int64_t[::1] places,
                          object states, bint write) except -1
     cdef object unfit(self, str what, object weights, bint write)

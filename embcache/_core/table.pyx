@@ -149,6 +149,8 @@ cdef extern from "ec_changes.h":
     const int EC_CHANGED
     const int EC_UNTRACKED
     const int EC_TRACKED
+    const int EC_LOST
+    void ec_table_log_erased(ec_table *t, int64_t key) noexcept nogil
     void ec_table_mark_saved(ec_table *t) noexcept nogil
     int64_t ec_table_count(const ec_table *t, uint8_t flags) noexcept nogil
     int64_t ec_table_save_order(const ec_table *t, int64_t *extents, uint8_t *starts) noexcept nogil
@@ -1138,7 +1140,7 @@ cdef class Table:
     # ---------------------------------------------------------------------------------------------- rows by row index
 
     cdef int move_rows(self, const int64_t[::1] rows, object weights, const int64_t[::1] places, object states,
-                       bint write) except -1:
+                       bint write, bint home=False) except -1:
         """Both directions of read_into and write_from; `weights` and `states` are written to when reading."""
         cdef ec_rows_buffer buffer
         cdef Py_buffer at
@@ -1148,6 +1150,7 @@ cdef class Table:
         try:
             buffer.weights = at.buf
             buffer.stride = self.t.dim * ec_type_bytes(buffer.type)
+            buffer.home = home
             self.move_opened(rows, at.shape[0], &buffer, places, states, write)
         finally:
             PyBuffer_Release(&at)
@@ -1219,9 +1222,13 @@ cdef class Table:
         """
         self.move_rows(rows, weights, places, states, False)
 
-    def write_from(self, const int64_t[::1] rows not None, weights not None, const int64_t[::1] places=None, states=()):
-        """Copy buffer rows into table rows: the inverse of `read_into`. Of several elements with one row the last wins."""
-        self.move_rows(rows, weights, places, states, True)
+    def write_from(self, const int64_t[::1] rows not None, weights not None, const int64_t[::1] places=None, states=(), *, bint home=False):
+        """Copy buffer rows into table rows: the inverse of `read_into`. Of several elements with one row the last wins.
+
+        With `home` they come back from a copy whose keeper knows which of them have changed (`mark_changed`); else all count as
+        changed.
+        """
+        self.move_rows(rows, weights, places, states, True, home)
 
     def columns(self, const int64_t[::1] rows not None):
         """(keys, frequencies, timestamps) of row indexes, int64 (n,) each.
@@ -1293,6 +1300,45 @@ cdef class Table:
             raise self.failure(status, 0)
         return marked
 
+    def mark_changed(self, const int64_t[::1] rows not None):
+        """Count rows as changed, those that are live or in limbo. No change of content, as `mark_saved` is none."""
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef int64_t i, n = rows.shape[0]
+        cdef int status
+        self.check_process()
+        self.check_rows(rows, self.t.row_limit, "row index")
+        if n and int(np.min(rows)) < 0:
+            raise ShapeError(f"table {self.name!r}: row index {int(np.min(rows))} is negative")
+        with nogil:
+            status = _lock(t, True)
+            if status == EC_OK:
+                for i in range(n):
+                    if table_flags(self.t, rows[i])[0] & (EC_LIVE | EC_LIMBO):
+                        table_flags(self.t, rows[i])[0] |= EC_CHANGED
+                table_unlock(self.t)
+        if status != EC_OK:
+            raise self.failure(status, 0)
+
+    def mark_erased(self, keys):
+        """Count keys as erased since `mark_saved`, int64 (n,); None: which ones were is not known, so `tracked` becomes False."""
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef const int64_t[::1] view
+        cdef int64_t i
+        cdef int status
+        self.check_process()
+        view = np.empty(0, dtype=np.int64) if keys is None else keys
+        with nogil:
+            status = _lock(t, True)
+            if status == EC_OK:
+                for i in range(view.shape[0]):
+                    if t.tracking == EC_TRACKED:
+                        ec_table_log_erased(self.t, view[i])
+        if status != EC_OK:
+            raise self.failure(status, 0)
+        if keys is None:
+            t.tracking = EC_LOST
+        table_unlock(self.t)
+
     @property
     def tracked(self):
         """Whether `changed` rows and `erased_keys` are all that changed since `mark_saved`: False before it was called, and where
@@ -1310,8 +1356,11 @@ cdef class Table:
         finally:
             self.leave()
 
-    def erased_keys(self):
-        """Keys that were erased since `mark_saved` and are absent now: int64, sorted; None where they are not known."""
+    def erased_keys(self, bint absent=True):
+        """Keys that were erased since `mark_saved` and are absent now: int64, sorted; None where they are not known.
+
+        With ``absent=False`` those too that have come back.
+        """
         cdef ec_table_fields *t = <ec_table_fields *>self.t
         cdef int64_t[::1] out, places
         self.enter(False)
@@ -1324,6 +1373,8 @@ cdef class Table:
             out = keys
             memcpy(&out[0], t.erased, <size_t>t.erased_count * sizeof(int64_t))
             keys = np.unique(keys)
+            if not absent:
+                return keys
             out = keys
             rows = np.empty(len(keys), dtype=np.int64)
             places = rows

@@ -41,7 +41,7 @@ from .generations import GenerationInfo, delta_pays, generations, prune
 from .manifest import publish
 from .names import next_generation, vshards_of
 from .reader import FilterState, Reader, Rows
-from .snapshot import RestoreReport, fill, put_rows, row_batches, save_table
+from .snapshot import RestoreReport, batches_of_rows, fill, put_rows, row_batches, save_table
 from .verify import Finding, verify
 from .writer import Writer
 
@@ -55,6 +55,7 @@ __all__ = [
     "Rows",
     "TableDescription",
     "Writer",
+    "batches_of_rows",
     "delta_pays",
     "fill",
     "generations",

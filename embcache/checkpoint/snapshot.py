@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .._core.table import Table
 
-__all__ = ["RestoreReport", "fill", "put_rows", "row_batches", "save_table"]
+__all__ = ["RestoreReport", "batches_of_rows", "fill", "put_rows", "row_batches", "save_table"]
 
 _BLOCK_EXTENTS = 64  # of 1024 rows: what is looked through at a time
 _CUT_FROM = 16  # a run ends a chunk only where it holds a sixteenth of one: small deltas would be mostly padding
@@ -48,8 +48,8 @@ class RestoreReport:
         Table -> what of its description has changed, of no consequence for its rows.
     rows : dict
         Table -> rows restored.
-    state : dict
-        The caller's bytes, by name.
+    state
+        The caller's own, as it was given; of an `EmbTable` bytes, by name.
     metadata : list of dict
         The caller's JSON of the generation, one for each rank that wrote it.
     bytes_read, bytes_beyond : int
@@ -64,7 +64,7 @@ class RestoreReport:
     missing: list[str] = field(default_factory=list)
     changed: dict[str, list[str]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
-    state: dict[str, bytes] = field(default_factory=dict)
+    state: Any = None
     metadata: list[dict[str, Any]] = field(default_factory=list)
     bytes_read: int = 0
     bytes_beyond: int = 0
@@ -79,13 +79,22 @@ def row_batches(core: Table, most: int, *, changed: bool = False) -> Iterator[np
 
     Each batch is one chunk's: its keys are of neighbouring vshards, as far as the table keeps them together.
     """
-    extents, starts = core.save_order()
+    yield from batches_of_rows(*core.save_order(), lambda extents: core.rows_of(extents, changed), most)
+
+
+def batches_of_rows(
+    extents: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.bool_],
+    rows_of: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+    most: int,
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Rows that `rows_of` finds in some extents, at most `most` at a time; `extents` and `starts` are a table's `save_order`."""
     edges = [*np.flatnonzero(starts).tolist(), len(extents)]
     pending: list[npt.NDArray[np.int64]] = []
     held = 0
     for begin, end in pairwise(edges):
         for at in range(begin, end, _BLOCK_EXTENTS):
-            rows = core.rows_of(extents[at : min(at + _BLOCK_EXTENTS, end)], changed)
+            rows = rows_of(extents[at : min(at + _BLOCK_EXTENTS, end)])
             if len(rows):
                 pending.append(rows)
                 held += len(rows)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..checkpoint import Reader, TableDescription, Writer
 from ..errors import CorruptionError
-from ..filterfile import pack_as
+from ..filterfile import merged_numbers, pack_as
 
 __all__ = ["SKETCHES", "filter_bytes", "merged_numbers", "sketch_name", "write_filter"]
 
@@ -53,15 +53,3 @@ def filter_bytes(reader: Reader, name: str) -> bytes | None:
             generation=reader.generation,
             table=name,
         ) from None
-
-
-def merged_numbers(numbers: list[dict[str, Any]]) -> dict[str, Any]:
-    """One filter's numbers out of those of several writers: of clocks, cut-offs and counts the furthest.
-
-    All writers of a generation have seen the same global batches, so where their numbers differ one of them is behind.
-    """
-    merged: dict[str, Any] = {}
-    for one in numbers:
-        for what, value in one.items():
-            merged[what] = max(merged[what], value) if what in merged and isinstance(value, (int, float)) else value
-    return merged

@@ -26,16 +26,32 @@ LAYERS = [
     ["cli"],
     ["features", "hostmemory", "lookup", "replay"],
     ["devices", "layout"],
-    ["buffer", "door", "optim", "swapinfo"],
-    ["view"],
+    ["buffer", "door", "optim", "swapinfo", "values"],
+    ["savejob", "view"],
+    ["saving"],
+    ["restoring"],
     ["manager"],
     ["fused"],
     ["modules"],
+    ["whole"],
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Packages: their files import each other and what is below the package.
 FOLDERS = {"checkpoint", "commands", "devices"}
-TORCH = {"features", "hostmemory", "lookup", "devices", "layout", "buffer", "optim", "manager", "fused", "modules"}
+TORCH = {
+    "features",
+    "hostmemory",
+    "lookup",
+    "devices",
+    "layout",
+    "buffer",
+    "optim",
+    "values",
+    "manager",
+    "fused",
+    "modules",
+    "whole",
+}
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:

@@ -262,6 +262,7 @@ def test_batch_size_shrinks_to_what_fits_unless_it_was_asked_for() -> None:
         ["--hbm-fraction", "nan"],
         ["--optimizer", "lbfgs"],
         ["--criteo", "a", "--synthetic", "10"],
+        ["--save-every", "0"],
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +271,7 @@ def test_bad_options_are_refused(arguments: list[str], capsys: pytest.CaptureFix
     assert "error:" in capsys.readouterr().err
 
 
-SMALL = ["--synthetic", "6000", "--zipf", "0.9", "--batch-size", "64"]
+SMALL = ["--synthetic", "6000", "--zipf", "0.9", "--batch-size", "64", "--no-kill"]
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
@@ -291,7 +292,7 @@ def test_the_demo_trains_on_criteo(tmp_path: Path, capsys: pytest.CaptureFixture
         ]
         for _ in range(400)
     ]
-    assert flights.main(["--criteo", str(criteo_file(tmp_path, *lines, delimiter=","))]) == 0
+    assert flights.main(["--no-kill", "--criteo", str(criteo_file(tmp_path, *lines, delimiter=","))]) == 0
     assert "bit-identical" in capsys.readouterr().out
 
 
@@ -309,6 +310,35 @@ def test_the_demo_fails_when_one_bit_of_one_row_differs(
     assert flights.main(SMALL) == 1
     assert "FAILED: rows differ" in (said := capsys.readouterr().out)
     assert "state of 1 rows of table 'feature_3'" in said
+
+
+def test_i10_the_demo_is_killed_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flights.main(SMALL[:-1]) == 0
+    said = capsys.readouterr().out
+    assert "75 steps and is killed" in said and "steps have trained" in said and "so are those" in said
+
+
+def test_the_demo_fails_when_the_resumed_run_differs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def damaged(name: str, *rest: object) -> runs.Run:
+        run = runs.run_embcache(name, *rest)  # type: ignore[arg-type]
+        if name == "killed, resumed":
+            _, weights, _ = run.rows["feature_1"]
+            weights.view(np.uint32)[3, 0] ^= 1
+        return run
+
+    monkeypatch.setattr(flights, "run_embcache", damaged)
+    assert flights.main(SMALL[:-1]) == 1
+    assert "FAILED: the run that was killed" in capsys.readouterr().out
+
+
+def test_the_demo_saves_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flights.main([*SMALL, "--save", str(tmp_path), "--save-every", "20"]) == 0
+    assert flights.main([*SMALL, "--resume", str(tmp_path)]) == 0
+    assert "60 steps have trained" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="other options"):
+        flights.main([*SMALL, "--seed", "1", "--resume", str(tmp_path)])
 
 
 def test_the_demo_fails_when_plain_pytorch_disagrees(

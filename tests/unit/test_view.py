@@ -106,13 +106,14 @@ def test_i1_an_assignment_that_memory_refuses_loses_nothing():
         def assign(self, *columns: object) -> None:
             raise ec.HostMemoryError("refused")
 
-        def write_from(self, *columns: object) -> None:
-            self._host.write_from(*columns)
+        def write_from(self, *columns: object, **options: object) -> None:
+            self._host.write_from(*columns, **options)
 
-    view._host, host = Refusing(view._host), view._host
+    host = manager.host_tables[0]
+    manager.host_tables[0] = Refusing(host)
     with pytest.raises(ec.HostMemoryError):
         view.assign([1, 9], np.zeros((2, 2), dtype=np.float32))
-    view._host = host
+    manager.host_tables[0] = host
     assert column(view.lookup([1, 2, 9], insert=False)) == [11, 11, 1] and 9 not in view
 
 

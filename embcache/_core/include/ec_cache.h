@@ -46,6 +46,7 @@ typedef struct {
     ec_policy policy;
     int64_t live;
     int64_t pinned;      /* slots with pins > 0, LIVE or LIMBO */
+    uint32_t period;     /* number of the save that comes next: a slot that was used in it holds what no save has */
     ec_vec limbo;        /* of ec_limbo */
     ec_vec limbo_unused; /* of uint32_t, last in first out */
     int64_t limbo_count; /* entries in use */
@@ -61,6 +62,7 @@ typedef struct {
     uint32_t slot;
     uint32_t from;  /* EC_FROM_... */
     uint32_t limbo; /* EC_FROM_DYING: entry that waits for the write-back */
+    uint32_t period; /* the seat's before */
     ec_slot before;
     int64_t host_freq, host_last; /* EC_FROM_VICTIM with counters: host columns before the merge */
     int64_t unique;               /* which of the table's unique keys came in */
@@ -105,6 +107,7 @@ static inline int ec_cache_init(ec_cache *c, int64_t capacity, int policy, uint6
         return EC_NOMEM;
     }
     c->capacity = capacity;
+    c->period = 1; /* seats start with 0 */
     c->slots = (ec_slot *)c->slots_block.data;
     c->seats = (ec_seat *)c->seats_block.data;
     c->state = (uint8_t *)c->state_block.data;
@@ -160,6 +163,7 @@ static inline void ec_limbo_release(ec_cache *c, uint32_t id) {
 
 static inline void ec_cache_pin(ec_cache *c, uint32_t slot) {
     if (c->seats[slot].pins++ == 0) c->pinned++;
+    c->seats[slot].period = c->period; /* an undo leaves it: what counts as changed without need costs a save some bytes */
 }
 
 /* Takes back one pin; with the last one an evicted key's slot becomes takeable or, its plan finished, free. */
@@ -199,6 +203,7 @@ static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t ha
         c->live++;
     }
     record.slot = slot;
+    record.period = c->seats[slot].period;
     record.before = c->slots[slot];
     c->slots[slot] = (ec_slot){key, row, 0, 0};
     c->state[slot] = EC_SLOT_LIVE;
@@ -309,6 +314,7 @@ static inline int ec_cache_grow(ec_cache *c, int64_t capacity) {
     memset(&c->limbo_unused, 0, sizeof c->limbo_unused);
     wider.live = c->live;
     wider.pinned = c->pinned;
+    wider.period = c->period;
     wider.row_free = c->row_free;
     wider.table = c->table;
     ec_cache_free(c);

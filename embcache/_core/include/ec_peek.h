@@ -228,7 +228,7 @@ static int64_t ec_side_drop(ec_side *s, const int64_t *keys, int64_t n) {
             continue;
         }
         const ec_slot *slot = &s->cache.slots[found];
-        ec_row_unmark(s->table, slot->row);
+        ec_row_leave(s, slot->row, s->cache.seats[found].period);
         if (passing && ec_side_slot_dead(s, slot)) {
             const int64_t row = slot->row;
             ec_cache_drop(&s->cache, (uint32_t)found);

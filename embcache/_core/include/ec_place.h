@@ -57,7 +57,7 @@ static inline void ec_place_take(ec_work *w, int64_t t, int64_t u, uint32_t vict
         c->slots[take.slot].last = w->last[u];
     }
     if (take.from == EC_FROM_VICTIM) {
-        ec_row_unmark(s->table, take.before.row);
+        ec_row_leave(s, take.before.row, take.period);
         if (s->filter) { /* the host columns are the authority again */
             int64_t *freq = ec_table_freq(s->table, take.before.row), *last = ec_table_ts(s->table, take.before.row);
             take.host_freq = *freq;

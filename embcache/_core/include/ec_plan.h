@@ -101,6 +101,12 @@ static void ec_side_row_free(void *table, int64_t key, int64_t row) { ec_table_f
 static inline void ec_row_mark(ec_table *t, int64_t row) { *ec_table_flags(t, row) |= EC_RESIDENT; }
 static inline void ec_row_unmark(ec_table *t, int64_t row) { *ec_table_flags(t, row) &= (uint8_t)~EC_RESIDENT; }
 
+/* The same of a row that leaves its slot, whose seat has `period`: what no save has is now for the table to remember. */
+static inline void ec_row_leave(ec_side *s, int64_t row, uint32_t period) {
+    uint8_t *flags = ec_table_flags(s->table, row);
+    *flags = (uint8_t)((*flags & ~EC_RESIDENT) | (period == s->cache.period ? EC_CHANGED : 0));
+}
+
 /* Evicts a resident key that a sweep up to `step` has killed from slot, index and host table. EC_NOMEM changes nothing. */
 static inline int ec_side_kill_slot(ec_side *s, ec_part *p, uint32_t slot, int64_t step) {
     if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->deaths, sizeof(ec_death)) != EC_OK) return EC_NOMEM;
@@ -231,7 +237,7 @@ static void ec_side_write_counters(ec_side *s) {
 static void ec_side_retire(ec_side *s) {
     ec_side_write_counters(s);
     for (int64_t slot = 0; slot < s->cache.capacity; slot++)
-        if (s->cache.state[slot] == EC_SLOT_LIVE) ec_row_unmark(s->table, s->cache.slots[slot].row);
+        if (s->cache.state[slot] == EC_SLOT_LIVE) ec_row_leave(s, s->cache.slots[slot].row, s->cache.seats[slot].period);
 }
 
 /* Whether the key of a LIVE slot, or of a host row that is not resident, is dead and not taken away yet. */

@@ -130,6 +130,7 @@ typedef struct ec_rows_buffer {
     const int64_t *widths; /* floats of a row of each part; rows lie next to each other */
     int64_t parts;         /* 0: weights only; -1: writing sets the state to zero */
     const int64_t *places; /* buffer row of element i; NULL: i */
+    int home;              /* writing: a row comes back from where it changed, and whether it did is known already */
 } ec_rows_buffer;
 
 static inline void ec_rows_prefetch(const ec_table *t, int64_t row, int64_t parts)
@@ -178,7 +179,8 @@ static void ec_read_span(const ec_table *t, const int64_t *rows, int64_t from, i
 
 static inline void ec_write_row(const ec_table *t, int64_t row, int64_t place, const ec_rows_buffer *buffer)
 {
-    *ec_table_flags(t, row) |= EC_CHANGED;
+    if (!buffer->home)
+        *ec_table_flags(t, row) |= EC_CHANGED;
     ec_table_take(t, ec_table_weights(t, row), buffer->type, (const char *)buffer->weights + place * buffer->stride, t->dim);
     if (buffer->parts == 0 || t->state_dim == 0)
         return;

@@ -1,6 +1,6 @@
-/* What the planner keeps of a slot: what it holds, its standing with the policy, and who pins it.
+/* What the planner keeps of a slot: what it holds, its standing with the policy, who pins it, and when it was used.
  *
- * The last two lie in one 16-byte record, a seat, since a hit needs both and nothing else: one cache line.
+ * The last three lie in one 16-byte record, a seat, since a hit needs both and nothing else: one cache line.
  */
 #ifndef EC_SEAT_H
 #define EC_SEAT_H
@@ -29,6 +29,7 @@ typedef struct {
 typedef struct {
     ec_standing standing;
     int32_t pins; /* unfinished plans that use the slot */
+    uint32_t period; /* the cache's when a plan last used the slot: whether its row has changed since a save */
 } ec_seat;
 
 /* A slot's standing before a change, to put it back. */

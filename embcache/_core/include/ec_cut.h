@@ -1,0 +1,340 @@
+/* The state of a table as of the last finished training batch, for whoever saves it: rows with their counters, and the filter.
+ *
+ * ec_peek.h says which rows there are; this adds where each is, the counters of keys, which run ahead beside the slots, and the
+ * filter's own state. Counters and filter are found as an undo would find them, by walking the journals of unfinished plans
+ * backwards, but on copies of what these have touched: nothing of the planner changes. Journals hold what was there before, so
+ * unfinished plans must be the newest ones: what a finished one did after them could not be told from what they did.
+ *
+ * Rows that a finished plan's sweep has killed are passed over, so in this state no pass is under way, and nobody is late.
+ *
+ * A save reads rows while training goes on. What a row was at the cut it is until a plan that uses it may train, which is once
+ * its rows are in their slots, or until its key is evicted by a plan that finishes, or changed from outside; before that whoever
+ * saves must have read it (ec_cut_touched() says which rows a plan concerns). So unfinished plans never use rows that are still to
+ * be read, unless they have not come in yet, and then they are the newest ones.
+ */
+#ifndef EC_CUT_H
+#define EC_CUT_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "ec_peek.h"
+
+enum { EC_CUT_IN = 1, EC_CUT_CHANGED = 2 };
+
+/* What a slot that unfinished plans have touched held before them. */
+typedef struct {
+    ec_slot held;
+    int live;
+} ec_cut_slot;
+
+typedef struct {
+    ec_index slots;   /* slot -> place in `before` */
+    ec_index rows;    /* row -> the same, of those that were live */
+    ec_vec before;    /* of ec_cut_slot */
+    ec_index waiting; /* keys that unfinished plans made late, up to the first of their sweeps */
+    ec_index places;  /* row -> slot + 1, or 0 for the host row: those that movements on paper have not reached yet */
+} ec_cut;
+
+#define EC_CUT_SLOT(cut, i) EC_AT((cut)->before, ec_cut_slot, i)
+
+static void ec_cut_free(ec_cut *cut) {
+    ec_index_free(&cut->slots);
+    ec_index_free(&cut->rows);
+    ec_index_free(&cut->waiting);
+    ec_index_free(&cut->places);
+    ec_vec_free(&cut->before);
+}
+
+/* The record of a slot; there is room for it. */
+static inline ec_cut_slot *ec_cut_of(ec_cut *cut, const ec_cache *c, uint32_t slot) {
+    const int64_t key = slot;
+    int64_t at = ec_index_find(&cut->slots, key, ec_hash(key));
+    if (at < 0) {
+        at = cut->before.size;
+        ec_index_insert(&cut->slots, key, ec_hash(key), (uint32_t)at);
+        EC_PUSH(cut->before, ec_cut_slot, {c->slots[slot], c->state[slot] == EC_SLOT_LIVE});
+    }
+    return &EC_CUT_SLOT(cut, at);
+}
+
+/* Number of unfinished plans up to and with the first that was one of a sweep by time; all where none was. */
+static inline int64_t ec_cut_before_sweeps(const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, const ec_index **late) {
+    *late = &f->late;
+    for (int64_t k = 0; k < plan_count; k++)
+        for (int64_t i = 0; plans[k]->parts[t].swept && i < f->sweeps.size; i++)
+            if (EC_SWEEP(f, i).step == plans[k]->step) {
+                *late = &EC_SWEEP(f, i).late;
+                return k + 1;
+            }
+    return plan_count;
+}
+
+static inline void ec_cut_place(ec_cut *cut, int64_t row, int64_t slot) {
+    if (ec_index_find(&cut->places, row, ec_hash(row)) < 0) ec_index_insert(&cut->places, row, ec_hash(row), (uint32_t)(slot + 1));
+}
+
+/* Where rows are that unfinished plans move or evict: of several movements the oldest that is not done decides. */
+static int ec_cut_find_places(ec_cut *cut, const ec_side *s, int64_t t, ec_plan *const *plans, int64_t plan_count) {
+    const ec_cache *c = &s->cache;
+    int64_t most = 0;
+    for (int64_t k = 0; k < plan_count; k++) most += 2 * plans[k]->parts[t].takes.size + plans[k]->parts[t].deaths.size;
+    if (most == 0) return EC_OK;
+    if (most > UINT32_MAX || ec_index_reserve(&cut->places, most)) return EC_NOMEM;
+    for (int64_t k = 0; k < plan_count; k++) {
+        const ec_part *p = &plans[k]->parts[t];
+        for (int64_t i = 0; plans[k]->state == EC_PLANNED && i < p->takes.size; i++)
+            if (EC_TAKE(p, i).from != EC_FROM_FREE) ec_cut_place(cut, EC_TAKE(p, i).before.row, EC_TAKE(p, i).slot);
+    }
+    for (int64_t k = 0; k < plan_count; k++) {
+        const ec_part *p = &plans[k]->parts[t];
+        for (int64_t i = 0; plans[k]->state < EC_SWAPPED_IN && i < p->takes.size; i++) ec_cut_place(cut, c->slots[EC_TAKE(p, i).slot].row, -1);
+    }
+    for (int64_t k = 0; k < plan_count; k++) {
+        const ec_part *p = &plans[k]->parts[t];
+        for (int64_t i = 0; i < p->deaths.size; i++) {
+            const ec_limbo *gone = &EC_GONE(c, EC_DEATH(p, i).kill.limbo);
+            ec_cut_place(cut, gone->row, gone->slot == EC_NO_SLOT ? -1 : (int64_t)gone->slot);
+        }
+    }
+    return EC_OK;
+}
+
+/* Makes the cut of table t. EC_NOMEM: nothing is held. */
+static int ec_cut_make(ec_cut *cut, const ec_side *s, int64_t t, ec_plan *const *plans, int64_t plan_count) {
+    const ec_cache *c = &s->cache;
+    const ec_index *late;
+    int64_t most = 0, joined = 0;
+    memset(cut, 0, sizeof *cut);
+    ec_index_init(&cut->slots, c->index.seed);
+    ec_index_init(&cut->rows, c->index.seed);
+    ec_index_init(&cut->waiting, c->index.seed);
+    ec_index_init(&cut->places, c->index.seed);
+    if (ec_cut_find_places(cut, s, t, plans, plan_count) != EC_OK) {
+        ec_cut_free(cut);
+        return EC_NOMEM;
+    }
+    if (!s->filter) return EC_OK; /* no counters */
+    const int64_t early = ec_cut_before_sweeps(s->filter, t, plans, plan_count, &late);
+    for (int64_t k = 0; k < plan_count; k++) {
+        const ec_part *p = &plans[k]->parts[t];
+        most += p->counts.size + p->takes.size + p->deaths.size;
+        joined += k < early ? p->late.size : 0;
+    }
+    if (most > UINT32_MAX) return EC_NOMEM;
+    if ((most > 0 && (ec_index_reserve(&cut->slots, most) || ec_index_reserve(&cut->rows, most) || ec_vec_reserve(&cut->before, most, sizeof(ec_cut_slot)))) ||
+        (joined > 0 && ec_index_reserve(&cut->waiting, joined))) {
+        ec_cut_free(cut);
+        return EC_NOMEM;
+    }
+    for (int64_t k = plan_count - 1; k >= 0; k--) {
+        const ec_part *p = &plans[k]->parts[t];
+        for (int64_t i = p->takes.size - 1; i >= 0; i--) { /* a victim's counters went to its host row: those count */
+            ec_cut_slot *slot = ec_cut_of(cut, c, EC_TAKE(p, i).slot);
+            *slot = (ec_cut_slot){EC_TAKE(p, i).before, 0};
+        }
+        for (int64_t i = p->deaths.size - 1; i >= 0; i--)
+            if (EC_DEATH(p, i).kill.slot != EC_NO_SLOT) ec_cut_of(cut, c, EC_DEATH(p, i).kill.slot)->live = 1;
+        for (int64_t i = p->counts.size - 1; i >= 0; i--) {
+            const ec_count_record *count = &EC_AT(p->counts, ec_count_record, i);
+            ec_cut_slot *slot = ec_cut_of(cut, c, count->slot);
+            slot->held.freq = count->freq;
+            slot->held.last = count->last;
+        }
+        for (int64_t i = 0; k < early && i < p->late.size; i++) {
+            const int64_t key = EC_AT(p->late, int64_t, i);
+            if (ec_index_find(&cut->waiting, key, ec_hash(key)) < 0) ec_index_insert(&cut->waiting, key, ec_hash(key), 0);
+        }
+    }
+    for (int64_t i = 0; i < cut->before.size; i++) {
+        const int64_t row = EC_CUT_SLOT(cut, i).held.row;
+        if (EC_CUT_SLOT(cut, i).live) ec_index_insert(&cut->rows, row, ec_hash(row), (uint32_t)i);
+    }
+    return EC_OK;
+}
+
+/* Counters of a row that was there at the cut and that no finished plan has used since. */
+static inline void ec_cut_counters(const ec_cut *cut, const ec_side *s, int64_t key, int64_t row, int64_t *freq, int64_t *last) {
+    const int64_t at = cut->rows.size > 0 ? ec_index_find(&cut->rows, row, ec_hash(row)) : -1;
+    const int64_t slot = at < 0 && (*ec_table_flags(s->table, row) & EC_RESIDENT) ? ec_index_find(&s->cache.index, key, ec_hash(key)) : -1;
+    if (at >= 0) {
+        *freq = EC_CUT_SLOT(cut, at).held.freq;
+        *last = EC_CUT_SLOT(cut, at).held.last;
+    } else if (slot >= 0 && s->cache.slots[slot].row == row && (cut->slots.size == 0 || ec_index_find(&cut->slots, slot, ec_hash(slot)) < 0)) {
+        *freq = s->cache.slots[slot].freq;
+        *last = s->cache.slots[slot].last;
+    } else {
+        *freq = *ec_table_freq(s->table, row);
+        *last = *ec_table_ts(s->table, row);
+    }
+}
+
+/* Which host rows are in the cut: members[row], for all rows below the table's limit, has EC_CUT_IN where one is, and with `changed`
+ * only where it has changed since the last save, or is about to leave; EC_CUT_CHANGED where one has changed that may be in a cut.
+ * `members` is all 0 before, and has room for whole extents. Returns how many are in. */
+static int64_t ec_cut_members(const ec_overlay *o, const ec_side *s, int64_t number, ec_plan *const *plans, int64_t plan_count, int changed, uint8_t *members) {
+    const ec_table *t = s->table;
+    const int passing = s->filter && s->filter->pass.region != EC_PASS_IDLE;
+    const uint8_t wanted = changed ? EC_LIVE | EC_CHANGED : EC_LIVE;
+    const uint64_t ones = UINT64_C(0x0101010101010101);
+    int64_t found = 0;
+    _Static_assert(EC_LIVE == 1 && EC_CHANGED == 16 && EC_CUT_IN == 1 && EC_CUT_CHANGED == 2, "flags are moved as bits, eight rows at a time");
+    for (int64_t row = 0; row < t->row_limit; row += 8) { /* segments hold multiples of 8 rows */
+        uint64_t flags, marks;
+        memcpy(&flags, ec_table_flags(t, row), sizeof flags);
+        const uint64_t live = flags & ones, live_changed = live & (flags >> 4);
+        marks = (changed ? live_changed : live) | (live_changed << 1);
+        if (marks == 0) continue; /* `members` is all 0, much of it not in memory yet */
+        memcpy(members + row, &marks, sizeof marks);
+        for (int64_t i = 0; passing && i < 8; i++) {
+            if (!(members[row + i] & EC_CUT_IN)) continue;
+            const int64_t key = *ec_table_key(t, row + i);
+            const int64_t slot = *ec_table_flags(t, row + i) & EC_RESIDENT ? ec_index_find(&s->cache.index, key, ec_hash(key)) : -1;
+            if (ec_row_dead_in_training(s, slot, row + i)) members[row + i] &= (uint8_t)~EC_CUT_IN;
+        }
+    }
+    for (int64_t k = 0; k < plan_count; k++)
+        for (int64_t i = 0; i < plans[k]->parts[number].births.size; i++)
+            members[EC_AT(plans[k]->parts[number].births, ec_birth, i).row] &= (uint8_t)~EC_CUT_IN;
+    for (int64_t i = 0; i < o->records.size; i++) {
+        const int64_t row = EC_WHERE(o, i).row;
+        if (row < 0 || EC_WHERE(o, i).ghost) continue;
+        const uint8_t flags = *ec_table_flags(t, row);
+        if (flags & EC_LIMBO) members[row] = EC_CUT_IN | EC_CUT_CHANGED;
+        else if ((flags & wanted) == wanted) members[row] |= EC_CUT_IN;
+    }
+    for (int64_t row = 0; row < t->row_limit; row += 8) {
+        uint64_t marks;
+        memcpy(&marks, members + row, sizeof marks);
+        found += __builtin_popcountll(marks & ones);
+    }
+    return found;
+}
+
+/* What rows are, and where: the cut's while no finished plan has used them. Writes their keys, where each is now (a slot of the whole
+ * buffer, or -1: in the host row), and where the table keeps counters those. Whether a sweep has killed a row meanwhile does not count. */
+static void ec_cut_read(const ec_cut *cut, const ec_side *s, const int64_t *rows, int64_t n, int64_t *keys, int64_t *slots, int64_t *freq, int64_t *last) {
+    const ec_table *t = s->table;
+    for (int64_t i = 0; i < n; i++) {
+        if (i % 16 == 0)
+            for (int64_t j = i + 16; j < i + 32 && j < n; j++) {
+                EC_PREFETCH_WRITE(ec_table_key(t, rows[j]));
+                EC_PREFETCH_WRITE(ec_table_flags(t, rows[j]));
+            }
+        const int64_t row = rows[i], key = *ec_table_key(t, row);
+        const int64_t moved = cut->places.size > 0 ? ec_index_find(&cut->places, row, ec_hash(row)) : -1;
+        int64_t slot = -1;
+        if (moved >= 0) slot = moved - 1;
+        else if (*ec_table_flags(t, row) & EC_RESIDENT) slot = ec_index_find(&s->cache.index, key, ec_hash(key));
+        if (slot >= 0 && moved < 0 && s->cache.slots[slot].row != row) slot = -1;
+        keys[i] = key;
+        slots[i] = slot < 0 ? -1 : slot + s->base;
+        if (s->filter) {
+            ec_cut_counters(cut, s, key, row, &freq[i], &last[i]);
+        } else if (t->with_filter) {
+            freq[i] = *ec_table_freq(t, row);
+            last[i] = *ec_table_ts(t, row);
+        }
+    }
+}
+
+/* Keys of the rows that ec_dead_rows() counts, of which there is room for. Returns how many. */
+static int64_t ec_cut_dead(const ec_overlay *o, const ec_side *s, int64_t *keys) {
+    const ec_table *t = s->table;
+    int64_t n = 0;
+    for (int64_t row = 0; row < t->row_limit; row++) {
+        const uint8_t flags = *ec_table_flags(t, row);
+        if (!(flags & EC_LIVE)) continue;
+        const int64_t key = *ec_table_key(t, row);
+        const int64_t slot = flags & EC_RESIDENT ? ec_index_find(&s->cache.index, key, ec_hash(key)) : -1;
+        if (ec_row_dead_in_training(s, slot, row) && !ec_overlay_seen(o, key)) keys[n++] = key;
+    }
+    return n;
+}
+
+/* Rows that a plan uses, and those of keys that it has evicted; `rows` has room for touches and deaths. Returns how many. */
+static int64_t ec_cut_touched(const ec_side *s, const ec_part *p, int64_t *rows) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < p->touches.size; i++) rows[n++] = s->cache.slots[EC_TOUCH(p, i).slot].row;
+    for (int64_t i = 0; i < p->deaths.size; i++) rows[n++] = EC_GONE(&s->cache, EC_DEATH(p, i).kill.limbo).row;
+    return n;
+}
+
+/* Rows of residents that a plan has used since the last save. `rows` has room for all residents. Returns how many. */
+static int64_t ec_cut_used(const ec_side *s, int64_t *rows) {
+    int64_t n = 0;
+    for (int64_t slot = 0; slot < s->cache.capacity; slot++)
+        if (s->cache.state[slot] == EC_SLOT_LIVE && s->cache.seats[slot].period == s->cache.period) rows[n++] = s->cache.slots[slot].row;
+    return n;
+}
+
+/* A cut was made: what is used from now on is not in it, nor what unfinished plans use. */
+static void ec_cut_next_period(ec_side *s) {
+    if (++s->cache.period == 0) s->cache.period = 1;
+    for (int64_t slot = 0; slot < s->cache.capacity; slot++)
+        if (s->cache.seats[slot].pins > 0) s->cache.seats[slot].period = s->cache.period;
+}
+
+/* ------------------------------------------------------------------------------------------------------------- filter */
+
+/* The numbers of a filter, and its sketch in `young` and `old`, which have ec_sketch_block_bytes() each. */
+typedef struct {
+    int64_t newest, epoch, cutoff, waiting_cutoff, added, old_added, since;
+} ec_cut_numbers;
+
+static void ec_cut_filter(const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, ec_cut_numbers *numbers, void *young, void *old) {
+    const size_t bytes = ec_sketch_block_bytes(&f->sketch);
+    *numbers = (ec_cut_numbers){f->newest,        f->epoch,           f->pass.cutoff, f->pass.waiting_cutoff,
+                                f->sketch.added, f->sketch.old_added, f->sketch.since};
+    if (bytes > 0) {
+        memcpy(young, f->sketch.young.data, bytes);
+        memcpy(old, f->sketch.old.data, bytes);
+    }
+    ec_sketch copy = f->sketch; /* ec_sketch_set() writes to its young block */
+    copy.young.data = young;
+    for (int64_t k = plan_count - 1; k >= 0; k--) {
+        const ec_part *p = &plans[k]->parts[t];
+        numbers->newest = p->newest_before;
+        numbers->epoch = p->epoch_before;
+        numbers->cutoff = p->pass_before.cutoff;
+        numbers->waiting_cutoff = p->pass_before.waiting_cutoff;
+        if (!p->turned_to) continue;
+        for (int64_t i = p->cells.size - 1; i >= 0; i--) ec_sketch_set(&copy, EC_AT(p->cells, ec_sketch_change, i).at, EC_AT(p->cells, ec_sketch_change, i).before);
+        numbers->added = p->turn.added;
+        numbers->old_added = p->turn.old_added;
+        numbers->since = p->turn.since;
+        if (p->turn.turned && bytes > 0) {
+            memcpy(young, old, bytes);
+            memcpy(old, p->turn.forgotten.data, bytes);
+        }
+    }
+}
+
+/* Keys that waited and were not dead: `entries` has room for all of the filter's. Returns how many it holds then. */
+static int64_t ec_cut_waiting(const ec_cut *cut, const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, ec_filter_entry *entries) {
+    const int64_t size = f->entries.size;
+    const ec_index *late;
+    int64_t found = 0;
+    if (size > 0) memcpy(entries, f->entries.data, (size_t)size * sizeof(ec_filter_entry));
+    for (int64_t k = plan_count - 1; k >= 0; k--) {
+        const ec_vec *changes = &plans[k]->parts[t].changes;
+        for (int64_t i = changes->size - 1; i >= 0; i--) {
+            const ec_filter_change *change = &EC_AT(*changes, ec_filter_change, i);
+            if (change->kind == EC_FILTER_ADDED) entries[change->id].count = 0;
+            else entries[change->id] = change->before;
+        }
+    }
+    ec_cut_before_sweeps(f, t, plans, plan_count, &late);
+    const ec_pass *pass = plan_count > 0 ? &plans[0]->parts[t].pass_before : &f->pass;
+    for (int64_t id = 0; id < size; id++) {
+        const ec_filter_entry entry = entries[id];
+        if (entry.count <= 0) continue;
+        if (pass->region != EC_PASS_IDLE && entry.last < pass->waiting_cutoff &&
+            (!ec_filter_late(late, entry.key) || ec_filter_late(&cut->waiting, entry.key)))
+            continue;
+        entries[found++] = entry;
+    }
+    return found;
+}
+
+#endif

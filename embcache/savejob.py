@@ -1,0 +1,392 @@
+"""A save in progress: the cut, what training is about to change, and the sweep that writes the rest.
+
+At the cut, between two steps and inside the doors of all managers, a save lists which host rows are in it (a byte a row), copies
+what is small (filters, erased keys, the optimizers' numbers), and has the tables count changes anew. Then training goes on. Rows
+are known by their place in the host table, which they keep while they live, wherever their values are at the moment. A row is
+as it was at the cut until a batch that uses it may train, and that is not before its plan has brought its rows in; or until its key
+is evicted or changed by hand. So when a plan comes in, rows that it concerns and that have not been written are copied out first:
+what is copied is at most what training touches while the save goes on. The sweep takes the door for one chunk at a time.
+
+Memory: one byte a row, and the copies, which are written first. Above `KEPT_BYTES` of them the next batch waits to be planned.
+Should the save fail, the tables get their changes back, and the next delta has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._core.cut import CHANGED, IN, Cut, changed_rows, next_period, touched_rows, trained_step
+from .checkpoint import TableDescription, Writer, batches_of_rows, prune
+from .errors import ConfigError, EmbCacheError, StorageError
+from .filterfile import meaning
+
+if TYPE_CHECKING:
+    from ._core.plan import Plan
+    from .manager import EmbCacheManager
+
+__all__ = ["SKETCHES", "Part", "SaveJob", "sketch_name"]
+
+LOG = logging.getLogger("embcache")
+SKETCHES = ("sketch_young", "sketch_old")
+KEPT_BYTES = 256 << 20
+EXTENT_ROWS = 1024
+
+
+def sketch_name(table: str, which: str) -> str:
+    """The name of the bytes of one generation of a filter's sketch."""
+    return f"filter/{table}/{which}"
+
+
+def _room_for(description: TableDescription, count: int) -> dict[str, np.ndarray]:
+    """Arrays for rows as a chunk has them, by the name of the column."""
+    arrays = {
+        "keys": np.empty(count, np.int64),
+        "weights": np.empty((count, description.dim), description.storage),
+    }
+    if description.with_filter:
+        arrays["frequencies"], arrays["timestamps"] = np.empty(count, np.int64), np.empty(count, np.int64)
+    if description.state_dim:
+        arrays["state"] = np.empty((count, description.state_dim), np.float32)
+    return arrays
+
+
+class Part:
+    """One table of a save.
+
+    Attributes
+    ----------
+    manager, module, t
+        Whose table, under which path of the model, and its place in the layout.
+    description : TableDescription
+    tracked : bool
+        Whether the table knew what had changed since the last save.
+    whole : bool
+        Whether all rows are written, not only those that have changed.
+    members : uint8 (host rows,)
+        `IN`: the row is in the cut and has not been read yet; `CHANGED`: it had changed at the cut.
+    left : int
+        How many have not been read.
+    """
+
+    def __init__(self, manager: EmbCacheManager, module: str, t: int, description: TableDescription) -> None:
+        self.manager, self.module, self.t, self.description = manager, module, t, description
+        self.core = manager.host_tables[t]
+        self.tracked, self.whole = self.core.tracked, True
+        self.members = np.empty(0, np.uint8)
+        self.left = 0
+        self.order: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, bool))
+        self.log: np.ndarray | None = None
+        self.erased = np.empty(0, np.int64)
+        self.filter: dict[str, Any] | None = None
+        self.kept: list[dict[str, np.ndarray]] = []
+
+    # ---------------------------------------------------------------------------------------------------------- the cut
+
+    def note_changes(self) -> int:
+        """Have the table know what residents have been through; returns the bytes of a delta."""
+        self.core.mark_changed(changed_rows(self.manager.planner, self.t))
+        self.log = self.core.erased_keys(absent=False)
+        self.tracked = self.log is not None
+        return self.core.changed() * self.description.row_bytes + (0 if self.log is None else 8 * len(self.log))
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all its rows."""
+        return len(self.core) * self.description.row_bytes
+
+    def cut(self, whole: bool) -> None:
+        """List what is to be written. Nothing changes."""
+        self.whole = whole
+        cut = Cut(self.manager.planner, self.t)
+        self.members, self.left = cut.members(changed=not whole)
+        self.order = self.core.save_order()
+        if not whole:
+            assert self.log is not None
+            visible = self.manager.planner.peek(self.log, self.t)[1] >= 0 if len(self.log) else np.empty(0, bool)
+            self.erased = np.union1d(self.log[~visible], cut.dead())
+        if self.manager.layout.tables[self.t].admit_and_evict is not None:
+            self.filter = cut.filter()
+
+    def give_back(self) -> None:
+        """The save has failed: what had changed before it counts as changed again."""
+        self.core.mark_changed(np.flatnonzero(self.members & CHANGED))
+        self.core.mark_erased(self.log)
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows`, each given once, that have not been read yet; they count as read. Inside the door."""
+        rows = rows[rows < len(self.members)]
+        rows = rows[(self.members[rows] & IN) != 0]
+        return np.ascontiguousarray(rows)
+
+    def read(self, rows: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        """Copy rows that `take` gave into `arrays`, by column; they count as read then. Inside the door."""
+        manager, description = self.manager, self.description
+        keys, slots, counts, last = Cut(manager.planner, self.t).read(rows)
+        arrays["keys"][:] = keys
+        if description.with_filter:
+            arrays["frequencies"][:] = counts
+            arrays["timestamps"][:] = last
+        resident = np.flatnonzero(slots >= 0)
+        states = [arrays["state"]] if description.state_dim else []
+        if len(resident) < len(rows):
+            home = rows.copy()
+            home[resident] = -1
+            self.core.read_into(home, arrays["weights"], None, states)
+        if len(resident):
+            weights, *parts = manager.buffer.read(self.t, slots[resident])
+            arrays["weights"][resident] = weights
+            if parts:
+                arrays["state"][resident] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        self.members[rows] &= 0xFF ^ IN
+        self.left -= len(rows)
+
+    def batches(self, most: int) -> Iterator[np.ndarray]:
+        """Rows that had not been read when they were listed, a chunk's at a time, in the order of vshards."""
+        return batches_of_rows(*self.order, self._rows_of, most)
+
+    def _rows_of(self, extents: np.ndarray) -> np.ndarray:
+        extents = extents[extents < len(self.members) // EXTENT_ROWS]  # others were made later
+        marks = self.members.reshape(-1, EXTENT_ROWS)[extents]
+        places = np.flatnonzero(marks & IN)
+        rows: np.ndarray = extents[places // EXTENT_ROWS] * EXTENT_ROWS + places % EXTENT_ROWS
+        return rows
+
+
+class SaveJob:
+    """One generation, from the cut to the manifest.
+
+    Parameters
+    ----------
+    path : str
+        Of the checkpoint.
+    parts : list of Part
+        Of `managers`, whose doors the caller holds until `start` has returned.
+    managers : mapping of str to EmbCacheManager
+        By module path.
+    keep : int, optional
+        Prune all but this many generations in the end.
+
+    Notes
+    -----
+    `start` in one thread, then `run` in one thread. `comes_in` and `changes` are called inside a manager's door.
+    """
+
+    def __init__(
+        self, path: str, managers: Mapping[str, EmbCacheManager], parts: list[Part], keep: int | None = None
+    ) -> None:
+        self.path, self.managers, self.parts, self.keep = path, managers, parts, keep
+        self.writer: Writer | None = None
+        self.generation = 0
+        self.rows = 0
+        self.rows_written = 0
+        self.done = threading.Event()
+        self._values: dict[str, tuple[bytes, bytes]] = {}
+        self._room = threading.Condition()  # guards what follows
+        self._held = 0
+        self._failure: BaseException | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- the cut
+
+    def start(
+        self, parent: int | None, partial: set[str], values: dict[str, tuple[bytes, bytes]], expected_bytes: int
+    ) -> None:
+        """Make the cut. Where it raises, nothing has changed.
+
+        Parameters
+        ----------
+        parent : int, optional
+            The generation that this one changes.
+        partial : set of str
+            Names of tables of which only changes are written.
+        values : dict
+            Name -> (JSON, safetensors), as `embcache.values.encode` gives them.
+        expected_bytes : int
+        """
+        steps = {module: trained_step(manager.planner) for module, manager in self.managers.items()}
+        for part in self.parts:
+            part.cut(part.description.name not in partial)
+        self.rows = sum(part.left for part in self.parts)
+        self._values = values
+        writer = Writer(self.path)
+        try:
+            self.generation = writer.begin(parent=parent, metadata={"steps": steps}, expected_bytes=expected_bytes)
+            for part in self.parts:
+                about: dict[str, Any] = {"table": part.core.name, "module": part.module}
+                rule = part.manager.layout.tables[part.t].admit_and_evict
+                if rule is not None:
+                    about["filter"] = meaning(rule)
+                writer.table(part.description, whole=part.whole, metadata=about)
+            for manager in self.managers.values():
+                for plan in manager.planner.outstanding:
+                    if plan.state == "swapped_in":  # its batch may be training
+                        self._keep_plan(manager, plan)
+        except BaseException:
+            writer.close()
+            raise
+        self.writer = writer
+        for part in self.parts:
+            part.core.mark_saved()
+        for manager in self.managers.values():
+            next_period(manager.planner)
+            manager.saving = self
+
+    # ----------------------------------------------------------------------------------------------- ahead of training
+
+    def comes_in(self, manager: EmbCacheManager, plan: Plan) -> None:
+        """The rows of a plan are in their slots, and its batch is about to train: copy out what it concerns."""
+        with self._failing():
+            self._keep_plan(manager, plan)
+
+    def changes(self, manager: EmbCacheManager, t: int, keys: np.ndarray) -> None:
+        """Keys of a table, which no unfinished plan uses, are about to be changed by hand: copy out their rows."""
+        with self._failing():
+            for part in self.parts:
+                if part.manager is manager and part.t == t and part.left:
+                    rows = part.core.find(np.unique(keys))
+                    self._keep(part, rows[rows >= 0])
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong here is the save's trouble, not the trainer's."""
+        if self._failure is not None:
+            return
+        try:
+            yield
+        except (EmbCacheError, MemoryError) as error:
+            self.fail(error)
+
+    def _keep_plan(self, manager: EmbCacheManager, plan: Plan) -> None:
+        for part in self.parts:
+            if part.manager is manager and part.left:
+                self._keep(part, touched_rows(manager.planner, plan, part.t))
+
+    def _keep(self, part: Part, rows: np.ndarray) -> None:
+        rows = part.take(rows)
+        if not len(rows):
+            return
+        arrays = _room_for(part.description, len(rows))
+        part.read(rows, arrays)
+        with self._room:
+            part.kept.append(arrays)
+            self._held += sum(array.nbytes for array in arrays.values())
+
+    def wait_for_room(self) -> None:
+        """Wait while the copies are too many: to be called before a batch is planned, outside of the door."""
+        if self._held > KEPT_BYTES:
+            with self._room:
+                self._room.wait_for(lambda: self._held <= KEPT_BYTES or self._failure is not None or self.done.is_set())
+
+    def fail(self, error: BaseException) -> None:
+        """Give the save up; `run` raises `error`."""
+        with self._room:
+            self._failure = self._failure or error
+            self._room.notify_all()
+
+    # --------------------------------------------------------------------------------------------------------- writing
+
+    def run(self) -> int:
+        """Write everything and publish it; returns the generation."""
+        writer = self.writer
+        assert writer is not None
+        try:
+            with writer:
+                for part in self.parts:
+                    self._write_table(writer, part)
+                for name, (text, tensors) in self._values.items():
+                    writer.write_state(f"{name}.json", text)
+                    if tensors:
+                        writer.write_state(f"{name}.safetensors", tensors)
+                self._check()
+                writer.commit()
+                writer.publish()
+        except BaseException as error:
+            self.fail(error)
+            for part in self.parts:
+                with part.manager.door:
+                    part.give_back()
+            raise
+        else:
+            for module, manager in self.managers.items():
+                with manager.door:
+                    manager.note_saved(self.path, self.generation, module)
+            self._prune()
+            return self.generation
+        finally:
+            self.close()
+
+    def _prune(self) -> None:
+        if self.keep is None:
+            return
+        try:
+            prune(self.path, self.keep)
+        except (StorageError, ConfigError) as error:  # what was asked for is saved; only space is not given back
+            LOG.warning("generation %d is saved, but older ones could not be pruned: %s", self.generation, error)
+
+    def close(self) -> None:
+        """The end, either way: nobody waits for it any more."""
+        for manager in self.managers.values():
+            with manager.door.lock:
+                if manager.saving is self:
+                    manager.saving = None
+        for part in self.parts:
+            part.kept, part.members = [], np.empty(0, np.uint8)
+        self.done.set()
+        with self._room:
+            self._held = 0
+            self._room.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _write_table(self, writer: Writer, part: Part) -> None:
+        if len(part.erased):
+            writer.write_erased(part.description, part.erased)
+        most = writer.rows_per_chunk(part.description)
+        for rows in part.batches(most):
+            self._check()
+            if self._held > KEPT_BYTES // 2:
+                for other in self.parts:
+                    self._write_kept(writer, other)
+            with part.manager.door:
+                rows = part.take(rows)
+                if len(rows):
+                    part.read(rows, writer.rows_to_fill(part.description, len(rows)))
+            if len(rows):
+                writer.write_filled(part.description, len(rows))
+                self.rows_written += len(rows)
+        self._check()
+        self._write_kept(writer, part)
+        if part.left:
+            raise AssertionError(f"table {part.core.name!r}: {part.left} rows of the cut were not found again")
+        if part.filter is not None:
+            self._write_filter(writer, part, part.filter)
+
+    def _write_kept(self, writer: Writer, part: Part) -> None:
+        with self._room:
+            kept, part.kept = part.kept, []
+        for begin in range(0, len(kept), 64):
+            some = kept[begin : begin + 64]
+            columns: dict[str, Any] = {name: np.concatenate([arrays[name] for arrays in some]) for name in some[0]}
+            writer.write_rows(part.description, **columns)
+            self.rows_written += len(columns["keys"])
+            with self._room:
+                self._held -= sum(array.nbytes for arrays in some for array in arrays.values())
+                self._room.notify_all()
+
+    def _write_filter(self, writer: Writer, part: Part, state: dict[str, Any]) -> None:
+        for name in SKETCHES:
+            if len(state[name]):
+                writer.write_state(sketch_name(part.description.name, name), memoryview(state[name]))
+        numbers = {name: value for name, value in state.items() if isinstance(value, int)}
+        writer.write_filter(
+            part.description, state["keys"], state["counts"], state["last"], late=state["late"], numbers=numbers
+        )

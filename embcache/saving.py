@@ -1,0 +1,221 @@
+"""Saving managers: the cut at the last finished training batch, written as one generation of a checkpoint.
+
+A save holds the doors of all its managers while it makes its cut, so what it writes is one state: rows that are in a slot with
+their values there, everything else from the host tables, and nothing of batches that have been planned and have not trained
+(promise I10). `embcache.savejob` says how it is written while training goes on. The generation is acknowledged once it is
+durable; should that fail, nothing of the managers has changed, and what a delta is to hold neither.
+
+What of it has which name: ``tables`` of a collection are ``<module path>/<table>``, of a manager alone ``<table>``; bytes are
+``state.*`` (the caller's), ``optimizers.*``, ``model.*`` (the dense part), ``filter/<table>/*`` (sketches). ``embcache.values`` says
+how values are written, docs/format.md everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import TableDescription, delta_pays, generations
+from .errors import ConfigError, CorruptionError, FormatVersionError, shown, whole_number
+from .savejob import Part, SaveJob
+from .table import initializer_spec
+from .values import encode
+
+if TYPE_CHECKING:
+    from .manager import EmbCacheManager
+
+__all__ = ["Saving", "describe", "doors_of", "path_of", "save_managers"]
+
+LOG = logging.getLogger("embcache")
+
+
+class Saving(Future[int]):
+    """A save in the background, as ``save(..., background=True)`` returns it: a future whose result is the generation.
+
+    ``result()`` waits, and raises what the save has failed with; a failure is logged besides. It cannot be cancelled.
+
+    Attributes
+    ----------
+    generation : int
+        Its number; there is no such generation before the save is done.
+    progress : tuple of int
+        Rows written, and rows in all.
+    """
+
+    def __init__(self, job: SaveJob) -> None:
+        super().__init__()
+        self._job = job
+        self._check_process = next(iter(job.managers.values())).door.check_process
+        self.set_running_or_notify_cancel()
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation that is being written."""
+        return self._job.generation
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Rows that have been written, and rows in all."""
+        return self._job.rows_written, self._job.rows
+
+    def result(self, timeout: float | None = None) -> int:
+        """The generation, once it is durable. `ForkError` in a forked child, where nobody writes it."""
+        self._check_process()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the save has failed with, once it is over; None where it is saved."""
+        self._check_process()
+        return super().exception(timeout)
+
+    def work(self) -> None:
+        """Write it."""
+        try:
+            generation = self._job.run()
+        except BaseException as error:
+            LOG.error("generation %d at %s was not saved: %s", self.generation, self._job.path, error)
+            self.set_exception(error)
+        else:
+            self.set_result(generation)
+
+
+def stored_name(module: str, table: str) -> str:
+    """What a checkpoint calls a table of a collection at that path of a model; a manager alone has none."""
+    return f"{module}/{table}" if module else table
+
+
+def describe(manager: EmbCacheManager, t: int, module: str) -> TableDescription:
+    """What a checkpoint says of table `t`."""
+    config, host = manager.layout.tables[t], manager.host_tables[t]
+    rule = config.admit_and_evict
+    return TableDescription(
+        stored_name(module, config.name),
+        host.dim,
+        host.state_dim,
+        host.dtype,
+        list(initializer_spec(config.initializer)),
+        config.seed,
+        host.with_filter,
+        _plain({"kind": manager.spec.kind, **asdict(manager.spec)}),
+        None if rule is None else _plain(asdict(rule)),
+    )
+
+
+def _plain(body: dict[str, Any]) -> dict[str, Any]:
+    """As it will be read again: without tuples."""
+    plain: dict[str, Any] = json.loads(json.dumps(body))
+    return plain
+
+
+def path_of(path: str | os.PathLike[str]) -> str:
+    """The directory of a checkpoint, by its one name; `ConfigError` for what is no path."""
+    try:
+        given = os.fsdecode(path)
+    except TypeError:
+        given = ""
+    if not given or "\0" in given:
+        raise ConfigError(f"path = {shown(path)}; give the path of a directory")
+    return os.path.realpath(given)
+
+
+def doors_of(managers: Mapping[str, EmbCacheManager]) -> ExitStack:
+    """Enter the doors of all managers when none of them is being saved: waits until that is so. To be left by ``with``.
+
+    The doors are taken in one order, whatever the order of `managers`: two threads do not wait for each other.
+    """
+    ordered = sorted(managers.values(), key=id)
+    while True:
+        for manager in ordered:
+            manager.wait_for_save()
+        stack = ExitStack()
+        try:
+            for manager in ordered:
+                stack.enter_context(manager.door)
+        except BaseException:
+            stack.close()
+            raise
+        if all(manager.saving is None for manager in ordered):
+            return stack
+        stack.close()  # another thread was faster
+
+
+def save_managers(
+    path: str | os.PathLike[str],
+    managers: Mapping[str, EmbCacheManager],
+    *,
+    delta: bool = False,
+    background: bool = False,
+    state: Any = None,
+    model: dict[str, Any] | None = None,
+    keep: int | None = None,
+) -> int | Saving:
+    """Write one generation of all `managers`, by module path; see `EmbCacheManager.save`. `model` is a dense state_dict."""
+    where = path_of(path)
+    most = None if keep is None else whole_number(keep)
+    if keep is not None and (most is None or most < 1):
+        raise ConfigError(f"keep = {shown(keep)}; give the number of generations to keep, at least 1, or None for all")
+    values = {"state": encode(state, "state")}
+    if model is not None:
+        values["model"] = encode(model, "the model's state_dict()")
+    with doors_of(managers):
+        for manager in managers.values():
+            manager.complete_abandoned()
+        optimizers = {module: manager.optimizer_state() for module, manager in managers.items()}
+        values["optimizers"] = encode(optimizers, "the state of the optimizers")
+        parts = [
+            Part(manager, module, t, describe(manager, t, module))
+            for module, manager in managers.items()
+            for t in range(len(manager.host_tables))
+        ]
+        delta_bytes = [part.note_changes() for part in parts]
+        parent, partial = _base(where, managers, parts, delta_bytes) if delta else (None, set())
+        expected = sum(
+            few if part.description.name in partial else part.full_bytes
+            for part, few in zip(parts, delta_bytes, strict=True)
+        )
+        job = SaveJob(where, managers, parts, most)
+        job.start(parent, partial, values, expected)
+    if not background:
+        return job.run()
+    saving = Saving(job)
+    try:
+        threading.Thread(target=saving.work, name=f"embcache save {job.generation}").start()
+    except RuntimeError:  # the system has no thread left
+        saving.work()
+    return saving
+
+
+def _base(
+    where: str, managers: Mapping[str, EmbCacheManager], parts: list[Part], delta_bytes: list[int]
+) -> tuple[int | None, set[str]]:
+    """The generation that a delta changes, and the tables of which only changes are written; None where a full one is better.
+
+    That is so where these managers, all of them and under these names, have not last saved or restored one generation at this path,
+    and where the deltas since the last full one have come to as much as a full one costs.
+    """
+    saved = [(module, manager.saved) for module, manager in managers.items()]
+    parent = saved[0][1][1] if saved[0][1] is not None else None
+    if parent is None or any(one != (where, parent, module) for module, one in saved):
+        return None, set()
+    present = {one.generation: one for one in generations(where)}
+    if parent not in present or present[parent].problem is not None:
+        return None, set()
+    partial = {
+        part.description.name for part in parts if part.tracked and part.description.name in present[parent].tables
+    }
+    few = sum(
+        size if part.description.name in partial else part.full_bytes
+        for part, size in zip(parts, delta_bytes, strict=True)
+    )
+    try:
+        pays = delta_pays(where, parent, few, sum(part.full_bytes for part in parts))
+    except (CorruptionError, FormatVersionError, ConfigError):
+        pays = False  # nothing is to depend on what is damaged
+    return (parent, partial) if pays else (None, set())

@@ -1,0 +1,295 @@
+"""I10: a save that goes on while batches are planned, train, evict and move rows writes the state at the call, bit for bit.
+
+The writer is held up before every chunk, and let go by the test one chunk at a time, so that each example says what happened
+between which chunks. Deltas follow, each compared with what was there when it was saved.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import embcache as ec
+from embcache import savejob
+from embcache.checkpoint import Writer
+from promises import resuming
+from promises.strategies import examples, optimizers
+from promises.test_i10_checkpoints import move, runs, train_by_hand
+from promises.training import check, model_state, train_window
+
+
+class Gate(Writer):
+    """Writes chunks of few rows, each when it is let."""
+
+    rows = 3
+    permits: threading.Semaphore
+    refused: OSError | None = None
+
+    def wait(self) -> None:
+        assert self.permits.acquire(timeout=60), "nobody lets the writer go on"
+        if self.refused is not None:
+            raise ec.DiskFullError(self.refused.errno, "no room is left", self.path)
+
+    def rows_per_chunk(self, description: Any) -> int:
+        return self.rows
+
+    def write_filled(self, *given: Any) -> None:
+        self.wait()
+        super().write_filled(*given)
+
+    def write_filter(self, *given: Any, **more: Any) -> None:
+        self.wait()
+        super().write_filter(*given, **more)
+
+    def commit(self) -> None:
+        self.wait()
+        super().commit()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> type[Gate]:
+    monkeypatch.setattr(savejob, "Writer", Gate)
+    monkeypatch.setattr(Gate, "refused", None)
+    monkeypatch.setattr(Gate, "permits", threading.Semaphore(0), raising=False)
+    return Gate
+
+
+def restored(
+    tables: list[ec.TableConfig], optimizer: ec.OptimizerSpec, path: str, generation: int | None = None
+) -> Any:
+    """What a new manager holds that has restored from `path`."""
+    with ec.EmbCacheManager([replace(table, hbm_rows=None) for table in tables], optimizer=optimizer) as manager:
+        assert manager.restore(path, generation).skipped == []
+        check(manager)
+        return model_state(manager)
+
+
+def change_by_hand(manager: ec.EmbCacheManager, number: int, key: int) -> None:
+    """Assign, insert or erase a key of each table, unless an unfinished plan uses it."""
+    for name in manager.layout.names:
+        view = manager.table(name)
+        try:
+            if number % 3 == 0:
+                view.erase([key])
+            elif number % 3 == 1:
+                view.assign([key], np.full((1, view.dim), key, np.float32))
+            else:
+                view.insert([key])
+        except ec.PinnedKeyError:
+            pass
+
+
+def test_i10_a_background_save_is_the_state_at_the_call(tmp_path: Path, gate: type[Gate]) -> None:
+    """Anything may happen between its chunks; and what a delta holds after it, or after its failure, is what has changed."""
+
+    @examples(60)
+    @given(drawn=runs(), optimizer=optimizers, data=st.data())
+    def run(drawn: Any, optimizer: ec.OptimizerSpec, data: st.DataObject) -> None:
+        tables, batches, trained, stages = drawn
+        gate.rows, gate.refused, gate.permits = data.draw(st.integers(1, 4)), None, threading.Semaphore(10**6)
+        manager = ec.EmbCacheManager(
+            tables, optimizer=optimizer, policy=data.draw(st.sampled_from(["lru", "lfu", "s3fifo"]))
+        )
+        alone = ec.EmbCacheManager(tables, optimizer=optimizer)
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            if data.draw(st.booleans()):
+                manager.save(folder)
+            for number, batch in enumerate(batches[:trained]):
+                key = data.draw(st.none() | st.integers(-5, 40))
+                for one in (manager, alone):  # the other one will have planned nothing more at the cut
+                    train_by_hand(one, one.plan(batch))
+                    if key is not None:
+                        change_by_hand(one, number, key)
+            plans = [manager.plan(batch) for batch in batches[trained:]]
+            for info, stage in zip(plans, stages, strict=True):
+                move(manager, info, stage)
+            at_the_cut = model_state(alone)
+            gate.permits = threading.Semaphore(0)
+            saving = manager.save(folder, delta=True, background=True)
+            for number, info in enumerate(plans + [None] * data.draw(st.integers(0, 6))):
+                for _ in range(data.draw(st.integers(0, 3))):
+                    gate.permits.release()
+                if info is None:
+                    info = manager.plan(batches[number % len(batches)])
+                train_by_hand(manager, info)
+                if data.draw(st.integers(0, 2)) == 0:
+                    change_by_hand(manager, number, data.draw(st.integers(-5, 40)))
+            fails = data.draw(st.booleans())
+            gate.refused = OSError(errno.ENOSPC, "full") if fails else None
+            gate.permits.release(10**6)
+            failure = saving.exception(60)
+            assert fails or failure is None
+            if failure is None:
+                assert restored(tables, optimizer, folder, saving.generation) == at_the_cut
+            else:
+                assert isinstance(failure, ec.DiskFullError)
+                assert saving.generation not in [one.generation for one in ec.generations(folder)]
+            gate.refused = None
+            generation = manager.save(folder, delta=True)
+            assert restored(tables, optimizer, folder, generation) == model_state(manager)
+            train_by_hand(manager, manager.plan(batches[0]))
+            assert restored(tables, optimizer, folder, manager.save(folder, delta=True)) == model_state(manager)
+        check(manager)
+        manager.close()
+        alone.close()
+
+    run()
+
+
+def test_i10_sweeps_and_swaps_between_all_chunks(tmp_path: Path, gate: type[Gate]) -> None:
+    """Tables of every filter and row type, through a collection: each step lets one chunk go, and evicts and swaps."""
+    gate.rows, collection, batches = 7, resuming.collection_of("adam"), resuming.batches()
+    for batch in batches[:5]:
+        train_window(collection, [batch])
+    wanted, before = model_state(collection.manager), collection.manager.stats()
+    open_one = collection(batches[5])
+    saving = collection.save(tmp_path, background=True, state={"next": 5})
+    losses = open_one.values().sum()
+    losses.backward()
+    collection.optimizer.step()
+    for batch in [*batches[6:], *batches[6:]]:
+        gate.permits.release()
+        train_window(collection, [batch])
+    during = collection.manager.stats()
+    assert not saving.done() and 0 < saving.progress[0] < saving.progress[1]
+    assert all(during[name] > before[name] for name in ("evicted", "swap_out_rows", "born"))
+    gate.permits.release(10**6)
+    assert saving.result(60) == saving.generation == 1 and saving.progress[0] == saving.progress[1]
+    other = resuming.collection_of("adam")
+    assert other.restore(tmp_path).state == {"next": 5}
+    assert model_state(other.manager) == wanted and other.optimizer.step_count == 5
+    collection.close()
+    other.close()
+
+
+def test_i10_a_second_save_and_close_wait(tmp_path: Path, gate: type[Gate]) -> None:
+    collection = resuming.collection_of("sgd")
+    train_window(collection, [resuming.batches()[0]])
+    first = collection.save(tmp_path, background=True)
+    opened = threading.Timer(0.2, gate.permits.release, [10**6])
+    opened.start()
+    assert collection.save(tmp_path) == 2 and first.result(60) == 1
+    gate.permits = threading.Semaphore(0)
+    third = collection.save(tmp_path, background=True, keep=1)
+    threading.Timer(0.2, gate.permits.release, [10**6]).start()
+    collection.close()
+    assert third.result(60) == 3
+    assert [one.generation for one in ec.generations(tmp_path)] == [3]
+    opened.join()
+
+
+def test_i10_copies_are_bounded(tmp_path: Path, gate: type[Gate], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the bound the next batch waits until copies are written."""
+    monkeypatch.setattr(savejob, "KEPT_BYTES", 64)
+    collection = resuming.collection_of("adagrad")
+    for batch in resuming.batches()[:4]:
+        train_window(collection, [batch])
+    wanted = model_state(collection.manager)
+    saving = collection.save(tmp_path, background=True)
+    train_window(collection, [resuming.batches()[4]])
+    trained = threading.Event()
+
+    def train() -> None:
+        train_window(collection, [resuming.batches()[5]])
+        trained.set()
+
+    worker = threading.Thread(target=train)
+    worker.start()
+    assert not trained.wait(0.3)
+    gate.permits.release(10**6)
+    worker.join(60)
+    assert trained.is_set() and saving.result(60) == 1
+    other = resuming.collection_of("adagrad")
+    other.restore(tmp_path)
+    assert model_state(other.manager) == wanted
+    collection.close()
+    other.close()
+
+
+def test_i10_a_failure_is_seen_and_the_next_save_is_whole(
+    tmp_path: Path, gate: type[Gate], caplog: pytest.LogCaptureFixture
+) -> None:
+    collection = resuming.collection_of("sgd")
+    train_window(collection, [resuming.batches()[0]])
+    gate.refused = OSError(errno.ENOSPC, "full")
+    saving = collection.save(tmp_path, background=True)
+    gate.permits.release(10**6)
+    with pytest.raises(ec.DiskFullError):
+        saving.result(60)
+    assert "generation 1" in caplog.text and isinstance(saving.exception(), ec.DiskFullError)
+    gate.refused = None
+    collection.save(tmp_path)
+    other = resuming.collection_of("sgd")
+    assert other.restore(tmp_path).skipped == []
+    assert model_state(other.manager) == model_state(collection.manager)
+    collection.close()
+    other.close()
+
+
+def test_i10_a_chain_of_deltas_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """A delta after each step, each small; the newest is the state, and a new base comes when deltas no longer pay."""
+    straight = resuming.collection_of("adam")
+    wanted = resuming.finish(straight, 0)
+    straight.close()
+    first = resuming.collection_of("adam")
+    for number, batch in enumerate(resuming.batches()[:10]):
+        train_window(first, [batch])
+        first.save(tmp_path, delta=True, state=number + 1)
+    kinds = [one.kind for one in ec.generations(tmp_path)]
+    assert kinds[0] == "full" and "delta" in kinds and "full" in kinds[1:]
+    first.close()
+    second = resuming.collection_of("adam")
+    report = second.restore(tmp_path)
+    second.save(tmp_path, delta=True)
+    newest = ec.generations(tmp_path)[-1]
+    assert (newest.kind, sum(newest.tables.values())) in (("delta", 0), ("full", sum(report.rows.values())))
+    assert resuming.finish(second, report.state) == wanted
+    second.close()
+
+
+def test_i10_a_delta_holds_what_has_changed_and_nothing_else(tmp_path: Path) -> None:
+    tables = [ec.TableConfig("a", 4, ["f"], hbm_rows=64)]
+    manager = ec.EmbCacheManager(tables, optimizer=ec.Adagrad(lr=0.1))
+
+    def train(*keys: int) -> None:
+        train_by_hand(manager, manager.plan(ec.JaggedFeatures(["f"], np_tensor(keys), np_tensor([1] * len(keys)))))
+
+    def delta() -> tuple[str, int]:
+        manager.save(tmp_path, delta=True)
+        newest = ec.generations(tmp_path)[-1]
+        return newest.kind, newest.tables["a"]
+
+    for start in range(0, 4000, 40):
+        train(*range(start, start + 40))  # most of them have left their slots
+    assert delta() == ("full", 4000)
+    assert delta() == ("delta", 0)
+    train(3990, 3991)
+    assert delta() == ("delta", 2)
+    train(1, 2, 3)
+    train(*range(100, 160))  # and 1 to 3 leave their slots, trained; others leave that have not
+    assert delta() == ("delta", 63)
+    train(*range(200, 260))
+    assert delta() == ("delta", 60)
+    manager.flush()
+    assert delta() == ("delta", 0)
+    train(*range(260, 320))  # what leaves has not changed
+    manager.table("a").erase([7])
+    manager.table("a").assign([8], np.zeros((1, 4), np.float32))
+    assert delta() == ("delta", 61)
+    assert restored(tables, ec.Adagrad(lr=0.1), str(tmp_path)) == model_state(manager)
+    manager.close()
+
+
+def np_tensor(values: Any) -> Any:
+    import torch
+
+    return torch.tensor(list(values), dtype=torch.int64)

@@ -235,6 +235,24 @@ def test_values_come_back_as_they_were() -> None:
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
+def test_views_and_foreign_byte_orders_come_back_plain() -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    value = [
+        matrix,
+        matrix,
+        matrix.T,
+        matrix[:, ::2],
+        torch.zeros(1).expand(3),
+        np.arange(4, dtype=">i4"),
+        np.eye(3)[::-1],
+    ]
+    back = decode(*encode(value, "state"), "state")
+    for one, other in zip(back, value, strict=True):
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+    back[0][0, 0] = 9  # each has its own memory
+    assert back[1][0, 0] == matrix[0, 0] == 0
+
+
 def test_a_whole_optimizer_comes_back() -> None:
     layer = torch.nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(layer.parameters())

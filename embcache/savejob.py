@@ -242,11 +242,14 @@ class SaveJob:
 
     def comes_in(self, manager: EmbCacheManager, plan: Plan) -> None:
         """The rows of a plan are in their slots, and its batch is about to train: copy out what it concerns."""
-        with self._failing():
-            self._keep_plan(manager, plan)
+        if self._failure is None:
+            with self._failing():
+                self._keep_plan(manager, plan)
 
     def changes(self, manager: EmbCacheManager, t: int, keys: np.ndarray) -> None:
         """Keys of a table, which no unfinished plan uses, are about to be changed by hand: copy out their rows."""
+        if self._failure is not None:
+            return
         with self._failing():
             for part in self.parts:
                 if part.manager is manager and part.t == t and part.left:
@@ -256,8 +259,6 @@ class SaveJob:
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         """What goes wrong here is the save's trouble, not the trainer's."""
-        if self._failure is not None:
-            return
         try:
             yield
         except (EmbCacheError, MemoryError) as error:

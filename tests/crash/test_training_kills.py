@@ -1,0 +1,168 @@
+"""R1, R5, R17: training, swapping, saving in the background and pruning, killed or refused at any call and any moment.
+
+What is restored has the bits of an uninterrupted run after as many batches, whoever was killed on the way there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import Say, folder_in_memory, run_child
+from promises.resuming import digest
+from trained import Truth, model, step
+
+from embcache import savejob
+from embcache.checkpoint import Files, Writer, generations, prune, verify
+from embcache.errors import StorageError
+
+SOAK = int(os.environ.get("EMBCACHE_SOAK", "1"))
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    torch.set_num_threads(1)
+    with folder_in_memory() as folder:
+        yield folder
+
+
+class Interrupted(Files):
+    """At the call that comes after `calls` more the process ends, or with `error` the call is refused."""
+
+    def __init__(self, calls: int, error: int = 0) -> None:
+        self.calls, self.error, self.refused = calls, error, False
+
+    def point(self, name: str, path: str) -> None:
+        self.calls -= 1
+        if self.calls == -1:
+            if not self.error:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.refused = True
+            raise OSError(self.error, os.strerror(self.error))
+
+
+def through(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have managers save through these calls."""
+    monkeypatch.setattr(savejob, "Writer", lambda path: Writer(path, files=files))
+    monkeypatch.setattr(savejob, "prune", lambda path, keep: prune(path, keep, files=files))
+
+
+def resumed(path: Path) -> tuple[Any, int]:
+    """A collection that goes on from what is at `path`, and the number of batches behind it."""
+    collection = model()
+    return collection, collection.restore(path).state["step"] if generations(path) else 0
+
+
+def check(path: Path, truth: Truth, acknowledged: int) -> int:
+    """What is restored is the state after at least the last acknowledged batch; returns which."""
+    collection, done = resumed(path)
+    assert done >= acknowledged and digest(collection) == truth.after(done)
+    assert not path.exists() or [one for one in verify(path) if one.severity == "damage"] == []
+    return done
+
+
+def train_and_save(collection: Any, path: Path, first: int, say: Say, last: int = 1 << 30) -> None:
+    """Train and save, in the background where the number of the batch says so, while the next batches are trained."""
+    saving: tuple[int, Any] | None = None
+    for number in range(first, last):
+        step(collection, number)
+        if saving is not None and (number % 3 == 2 or number + 1 == last):
+            saving[1].result()
+            say(str(saving[0]))
+            saving = None
+        elif saving is None:
+            background = number % 3 == 1
+            one = collection.save(path, delta=number % 5 != 0, background=background, state={"step": number}, keep=2)
+            if background:
+                saving = (number, one)
+            else:
+                say(str(number))
+
+
+def test_r1_killed_at_every_call_of_saves_during_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = Truth()
+    for calls in count(
+        0, 1 if SOAK > 1 else 3
+    ):  # the calls are those of tests/crash/test_checkpoint_kills.py, one in three here
+        path = place / str(calls)
+
+        def body(say: Say, path: Path = path, calls: int = calls) -> None:
+            through(Interrupted(calls), monkeypatch)
+            train_and_save(model(), path, 1, say, 7)
+
+        outcome = run_child(body)
+        done = check(path, truth, int(outcome.said[-1]) if outcome.said else 0)
+        collection, done = resumed(path)
+        step(collection, done + 1)
+        collection.save(path, delta=True, state={"step": done + 1}, keep=1)
+        assert check(path, truth, done + 1) == done + 1 and verify(path) == []
+        shutil.rmtree(path)
+        if outcome.code == 0:
+            break
+        assert outcome.code == -signal.SIGKILL
+    assert calls > 100
+
+
+def test_r1_r17_killed_at_random_moments_of_training(place: Path) -> None:
+    """The life that survives has the bits of a run that nobody interrupted."""
+    rng, truth, acknowledged, longest_s = random.Random(3), Truth(), 0, 0.2
+
+    def body(say: Say) -> None:
+        say("go")
+        collection, done = resumed(place / "saved")
+        train_and_save(collection, place / "saved", done + 1, say)
+
+    for life in range(100 if SOAK == 1 else 50 * SOAK):
+        outcome = run_child(body, kill_after=("go", rng.uniform(0.0, longest_s)))
+        assert outcome.code == -signal.SIGKILL and outcome.said[0] == "go", life
+        said = outcome.said[1:]
+        acknowledged = int(said[-1]) if said else acknowledged
+        longest_s *= 1.2 if not said else 0.9 if len(said) > 3 else 1.0  # as fast as the machine is now
+        acknowledged = check(place / "saved", truth, acknowledged)
+    assert acknowledged > 10
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_r5_r21_a_save_that_fails_at_any_call_costs_nothing_but_itself(
+    place: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Training goes on, and the next delta has all that the failed one would have had."""
+    truth = Truth()
+    for calls in count(0, 1 if SOAK > 1 else 2):
+        path, collection = place / str(calls), model()
+        for number in (1, 2, 3):
+            step(collection, number)
+        collection.save(path, state={"step": 3})
+        step(collection, 4)
+        files = Interrupted(calls, errno.EIO)
+        failed = False
+        with monkeypatch.context() as patch:
+            through(files, patch)
+            try:
+                saving = collection.save(path, delta=True, background=background, state={"step": 4})
+                step(collection, 5)
+                if background:
+                    saving.result()
+            except StorageError:
+                failed = True
+                if collection.optimizer.step_count == 4:
+                    step(collection, 5)
+        assert check(path, truth, 3 if failed else 4) == (3 if failed else 4)
+        step(collection, 6)
+        collection.save(path, delta=True, state={"step": 6})
+        kinds = [one.kind for one in generations(path)]
+        assert kinds == ["full", "delta"] if failed else ["full", "delta", "delta"]
+        assert check(path, truth, 6) == 6 and digest(collection) == truth.after(6)
+        shutil.rmtree(path)
+        if not files.refused:
+            break
+    assert calls > 20

@@ -1,0 +1,52 @@
+"""A model whose state is a function of the number of batches it has trained on, and what that state must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from promises.resuming import digest
+from promises.strategies import make_batch
+from promises.training import train_window
+
+import embcache as ec
+
+__all__ = ["Truth", "model", "step"]
+
+FILTERS = [
+    None,
+    ec.AdmitAndEvictConfig(admit_threshold=2, evict_threshold=60, evict_step_interval=2),
+    ec.AdmitAndEvictConfig(admit_probability=0.5, evict_threshold=6, evict_step_interval=3, time_source="step"),
+]
+
+
+def model() -> Any:
+    """A collection of tables of every row type, with and without filters, whose slots hold little more than a batch."""
+    tables = [
+        ec.TableConfig(f"t{i}", 3 + i, ["f"], dtype=dtype, admit_and_evict=rule, hbm_rows=40)
+        for i, (dtype, rule) in enumerate(zip(("float32", "float16", "bfloat16"), FILTERS, strict=True))
+    ]
+    return ec.EmbeddingBagCollection(tables, optimizer=ec.Adagrad(lr=0.1), num_threads=1)
+
+
+def step(collection: Any, number: int) -> None:
+    """Train on batch `number`: keys come and go, so that rows are swapped in and out and evicted."""
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(number)
+    train_window(collection, [make_batch(rng, ["f"], list(range(number, number + 120)), 8, now=10 * number, skew=1.3)])
+
+
+class Truth:
+    """Digests of the state after each number of batches, from one run without interruption."""
+
+    def __init__(self) -> None:
+        self._run = model()
+        self._digests = [digest(self._run)]
+
+    def after(self, steps: int) -> str:
+        """The digest after so many batches."""
+        while len(self._digests) <= steps:
+            step(self._run, len(self._digests))
+            self._digests.append(digest(self._run))
+        return self._digests[steps]

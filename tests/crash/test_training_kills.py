@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 from children import Say, folder_in_memory, run_child
-from promises.resuming import digest
 from trained import Truth, model, step
 
 from embcache import savejob
 from embcache.checkpoint import Files, Writer, generations, prune, verify
 from embcache.errors import StorageError
+from promises.resuming import digest
 
 SOAK = int(os.environ.get("EMBCACHE_SOAK", "1"))
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+
+import embcache as ec
 from promises.resuming import digest
 from promises.strategies import make_batch
 from promises.training import train_window
-
-import embcache as ec
 
 __all__ = ["Truth", "model", "step"]
 

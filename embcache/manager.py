@@ -26,7 +26,7 @@ from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapMana
 from ._core.table import Table
 from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer
-from .checkpoint import RestoreReport
+from .checkpoint import RestoreReport, created_of
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import backend_for
 from .door import Door
@@ -149,7 +149,8 @@ class EmbCacheManager:
         self._queued = 0
         self._optimizer: EmbOptimizer | None = None
         self.saving: SaveJob | None = None  # set inside the door
-        self.saved: tuple[str, int, str] | None = None  # path, generation, module path: what a delta would change
+        # Path, generation, when it was made, module path: what a delta would change.
+        self.saved: tuple[str, int, float | None, str] | None = None
 
     def initial_state(self, dim: int) -> np.ndarray:
         """State of a new row of `dim` weights, float32 (state_dim,)."""
@@ -826,7 +827,7 @@ class EmbCacheManager:
 
     def note_saved(self, path: str, generation: int, module: str) -> None:
         """Note, also in the directories of file-backed tables, which checkpoint holds the rows."""
-        self.saved = path, generation, module
+        self.saved = path, generation, created_of(path, generation), module
         for table in self.host_tables:
             if table.directory is not None:
                 try:

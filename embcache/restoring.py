@@ -111,6 +111,7 @@ def restore_managers(
             except BaseException:
                 _discard(prepared)
                 raise
+            report.count(reader)
             for one in prepared:
                 one.publish(where, reader)
             return report, model

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import TableDescription, delta_pays, generations
-from .errors import ConfigError, CorruptionError, FormatVersionError, shown, whole_number
+from .errors import ConfigError, shown, whole_number
 from .savejob import Part, SaveJob
 from .table import initializer_spec
 from .values import encode
@@ -198,14 +198,16 @@ def _base(
     """The generation that a delta changes, and the tables of which only changes are written; None where a full one is better.
 
     That is so where these managers, all of them and under these names, have not last saved or restored one generation at this path,
-    and where the deltas since the last full one have come to as much as a full one costs.
+    where that is not there any more, is damaged, or was written by several, and where the deltas since the last full one have come to as much as a full one costs.
     """
     saved = [(module, manager.saved) for module, manager in managers.items()]
-    parent = saved[0][1][1] if saved[0][1] is not None else None
-    if parent is None or any(one != (where, parent, module) for module, one in saved):
+    if saved[0][1] is None:
+        return None, set()
+    _, parent, created, _ = saved[0][1]
+    if any(one != (where, parent, created, module) for module, one in saved):
         return None, set()
     present = {one.generation: one for one in generations(where)}
-    if parent not in present or present[parent].problem is not None:
+    if parent not in present:
         return None, set()
     partial = {
         part.description.name for part in parts if part.tracked and part.description.name in present[parent].tables
@@ -214,8 +216,5 @@ def _base(
         size if part.description.name in partial else part.full_bytes
         for part, size in zip(parts, delta_bytes, strict=True)
     )
-    try:
-        pays = delta_pays(where, parent, few, sum(part.full_bytes for part in parts))
-    except (CorruptionError, FormatVersionError, ConfigError):
-        pays = False  # nothing is to depend on what is damaged
+    pays = delta_pays(where, parent, few, sum(part.full_bytes for part in parts), created=created)
     return (parent, partial) if pays else (None, set())

@@ -370,6 +370,7 @@ class EmbTable:
         )
         self._owner, self._kind = owner, kind
         self._saved: tuple[str, int] | None = None  # the generation that a delta would change
+        self.saved_created: float | None = None  # and when it was made
         if directory is not None:
             self._closer = weakref.finalize(self, _close_dropped, self._core)
 
@@ -558,9 +559,9 @@ class EmbTable:
         """(path, generation) that this table was last saved at or restored from; None before."""
         return self._saved
 
-    def note_saved(self, path: str, generation: int, core: Table | None = None) -> None:
+    def note_saved(self, path: str, generation: int, created: float | None, core: Table | None = None) -> None:
         """For the checkpoint: these are what a delta would change; `core` takes the place of the rows."""
-        self._saved = (path, generation)
+        self._saved, self.saved_created = (path, generation), created
         if core is not None:
             self._core = core
 

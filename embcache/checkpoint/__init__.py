@@ -37,7 +37,7 @@ from __future__ import annotations
 from .description import TableDescription
 from .emb_table import holding, restore_emb_table, save_emb_table
 from .files import Files
-from .generations import GenerationInfo, delta_pays, generations, prune
+from .generations import GenerationInfo, created_of, delta_pays, generations, prune
 from .manifest import publish
 from .names import next_generation, vshards_of
 from .reader import FilterState, Reader, Rows
@@ -56,6 +56,7 @@ __all__ = [
     "TableDescription",
     "Writer",
     "batches_of_rows",
+    "created_of",
     "delta_pays",
     "fill",
     "generations",

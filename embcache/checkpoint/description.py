@@ -91,7 +91,13 @@ class TableDescription:
         changed = []
         for what in ("seed", "initializer", "with_filter", "optimizer", "filter"):
             old, new = getattr(self, what), getattr(wanted, what)
-            if (list(old) if isinstance(old, tuple) else old) != (list(new) if isinstance(new, tuple) else new):
+            if isinstance(old, dict) and isinstance(new, dict):
+                parts = [part for part in sorted({*old, *new}) if old.get(part) != new.get(part)]
+                changed += [f"{what} {part}: {old.get(part)!r} -> {new.get(part)!r}" for part in parts]
+            elif what == "initializer":
+                if _as_kept(old) != _as_kept(new):
+                    changed.append(f"{what}: {list(old)!r} -> {list(new)!r}")
+            elif old != new:
                 changed.append(f"{what}: {old!r} -> {new!r}")
         return changed
 
@@ -116,3 +122,13 @@ class TableDescription:
                 f"table {self.name!r}: the checkpoint has {', '.join(differing)}: its rows mean something else. Describe the table "
                 "as it was saved; or give it another name, which starts it anew; or export the rows, convert them, and assign them"
             )
+
+
+def _as_kept(initializer: Any) -> list[Any]:
+    """An initializer with its numbers as a table keeps them: float32, which is what a table's directory gives back."""
+    try:
+        kind, *numbers = initializer
+        with np.errstate(over="ignore"):
+            return [kind, *(float(np.float32(number)) for number in numbers)]
+    except (TypeError, ValueError):
+        return [initializer]  # of a version that has others

@@ -10,8 +10,7 @@ import numpy as np
 
 from .._core.table import Table
 from ..errors import ConfigError, CorruptionError
-from .generations import delta_pays, prune
-from .names import published
+from .generations import created_of, delta_pays, prune
 from .reader import Reader
 from .snapshot import RestoreReport, fill, row_batches, save_table
 from .writer import Writer
@@ -43,7 +42,7 @@ def save_emb_table(
         writer.commit()
         writer.publish()
     core.mark_saved(version)  # where it changed since, what was saved is counted as changed: a waste, no fault
-    table.note_saved(where, generation)
+    table.note_saved(where, generation, created_of(where, generation))
     if core.directory is not None:
         core.directory.note_checkpoint(f"generation {generation} of {where}")
     if keep is not None:
@@ -54,13 +53,14 @@ def save_emb_table(
 def _parent(table: EmbTable, where: str, full_bytes: int) -> int | None:
     """The generation that a delta of the table changes; None where a full one is better, or must be."""
     core = table.core
-    if table.saved is None or table.saved[0] != where or table.saved[1] not in published(where):
+    if table.saved is None or table.saved[0] != where:
         return None
     erased = core.erased_keys()
     if erased is None:
         return None
     delta_bytes = core.changed() * table.description.row_bytes + 8 * len(erased)
-    return table.saved[1] if delta_pays(where, table.saved[1], delta_bytes, full_bytes) else None
+    pays = delta_pays(where, table.saved[1], delta_bytes, full_bytes, created=table.saved_created)
+    return table.saved[1] if pays else None
 
 
 def holding(path: str | os.PathLike[str], generation: int | None) -> Iterator[tuple[Reader, list[tuple[int, str]]]]:
@@ -140,7 +140,7 @@ def restore_emb_table(table: EmbTable, path: str | os.PathLike[str], generation:
         changes = [change for change in stored.changes(wanted) if not change.startswith("with_filter")]
         report.changed = {table.name: changes} if changes else {}
         fresh.mark_saved()
-        table.note_saved(where, reader.generation, fresh)
+        table.note_saved(where, reader.generation, reader.created, fresh)
         return report
     raise AssertionError("holding() ends by raising")
 

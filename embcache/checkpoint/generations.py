@@ -16,7 +16,7 @@ from .lock import RankLock
 from .manifest import Manifest, read_manifest
 from .names import generations_in_rank, manifest_name, published, rank_name, ranks
 
-__all__ = ["GenerationInfo", "chain_of", "delta_pays", "generations", "prune"]
+__all__ = ["GenerationInfo", "chain_of", "created_of", "delta_pays", "generations", "prune"]
 
 _MOST_DELTAS = 256
 
@@ -97,12 +97,33 @@ def chain_of(path: str, generation: int) -> list[Manifest]:
     return chain
 
 
-def delta_pays(path: str, parent: int, delta_bytes: int, full_bytes: int) -> bool:
-    """Whether a delta of `delta_bytes` on `parent` is better than a new full generation of `full_bytes`.
+def created_of(path: str, generation: int) -> float | None:
+    """When a generation was made, which tells it from another one of its number; None where that cannot be read."""
+    try:
+        return read_manifest(path, generation).created
+    except (CorruptionError, ConfigError, FormatVersionError):
+        return None
 
-    A restore reads the whole chain, so deltas pay until they come to as much as a full generation costs.
+
+def delta_pays(
+    path: str, parent: int, delta_bytes: int, full_bytes: int, *, created: float | None = None, world: int = 1
+) -> bool:
+    """Whether a delta of `delta_bytes` on `parent` is possible, and better than a new full generation of `full_bytes`.
+
+    A restore reads the whole chain, so deltas pay until they come to as much as a full generation costs. None depends on what is
+    damaged or gone, on a generation that has taken the parent's number (it was made at another time than `created`), or on one
+    of another number of writers than `world`.
     """
-    deltas = chain_of(path, parent)[:-1]
+    try:
+        chain = chain_of(path, parent)
+        for manifest in chain:
+            for part in manifest.ranks:
+                part.check_lengths(path, manifest.generation)
+    except (CorruptionError, ConfigError, FormatVersionError):
+        return False
+    if chain[0].world != world or created not in (None, chain[0].created):
+        return False
+    deltas = chain[:-1]
     return len(deltas) < _MOST_DELTAS and sum(manifest.bytes for manifest in deltas) + delta_bytes <= full_bytes
 
 

@@ -93,12 +93,15 @@ def _size(path: str) -> int:
 
 
 def _copy(reader: Reader, content: str, number: int, world: int, doing: str, output: Output) -> dict[str, Any]:
-    """Write what `reader` has as generation `number` of `world` writers; they come one after the other."""
+    """Write what `reader` has as generation `number` of `world` writers; they come one after the other.
+
+    It is as old as what it was made of: whoever has saved that may go on with a delta.
+    """
     tables = dict.fromkeys(sorted(reader.tables), 0)
     total = sum(reader.bytes_of(name, ALL) for name in tables)
     with output.progress(total, doing) as progress:
         for rank in range(world):
-            with Writer(content, rank, world) as writer:
+            with Writer(content, rank, world, clock=lambda: reader.created) as writer:
                 writer.begin(number, metadata=reader.metadata[rank % len(reader.metadata)])
                 for name in tables:
                     tables[name] += _copy_table(reader, writer, name, progress)

@@ -51,6 +51,7 @@ def test_a_collection_comes_back_with_its_optimizer(tmp_path: Path) -> None:
         [],
     )
     assert report.rows == {"a": 5} and report.changed == {}
+    assert report.bytes_read >= 4096 and report.bytes_beyond == 0
     assert rows(view) == rows(ebc.tables()["a"])  # a view made before the restore shows what is there now
     assert other.optimizer.step_count == 2 and other.optimizer.param_groups[0]["lr"] == 0.125
     assert other.optimizer.param_groups[0]["betas"] == (0.9, 0.999)

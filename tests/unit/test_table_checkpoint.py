@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from embcache._core.digest import hash_keys
 from embcache._core.table import Table, refuse_memory
 from embcache.checkpoint import Reader, TableDescription, Writer, fill, generations, row_batches, save_table, verify
+from embcache.cli import main
 from embcache.config import Constant
 from embcache.errors import ChangedError, ConfigError, CorruptionError, HostMemoryError, ShapeError
 from embcache.table import EmbTable
@@ -204,6 +206,37 @@ def test_a_delta_that_is_not_known_to_be_one_is_a_full_generation(tmp_path: Path
     assert [one.kind for one in generations(tmp_path / "a")] == ["full", "delta"]
     with Reader(tmp_path / "a") as reader:
         assert reader.erased("t").tolist() == [5] and reader.stats["rows_read"] == 0
+
+
+@pytest.mark.parametrize("what", ["other writers", "another checkpoint", "compacted", "cut short"])
+def test_a_delta_is_a_full_one_where_its_parent_is_not_what_was_saved(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path holds a generation of the right number, and only the compacted one is still what the table has saved."""
+    path, table = tmp_path / "a", EmbTable("t", 4)
+    table.insert(np.arange(1000))
+    table.save(path)
+    if what == "other writers":
+        assert main(["reshard", str(path), "--writers", "3"]) == 0
+        table.restore(path)
+    elif what == "another checkpoint":
+        with EmbTable("t", 4) as other:
+            other.insert(np.arange(5000, 6000))
+            other.save(tmp_path / "b")
+        os.rename(path, tmp_path / "c")
+        os.rename(tmp_path / "b", path)
+    elif what == "compacted":
+        assert main(["compact", str(path)]) == 0
+    else:
+        (segment,) = (path / "rank-0000").glob("segment-*")
+        os.truncate(segment, segment.stat().st_size - 4096)
+    table.erase([3])
+    assert table.save(path, delta=True) == 2
+    assert generations(path)[-1].kind == ("delta" if what == "compacted" else "full")
+    back = EmbTable("t", 4)
+    back.restore(path)
+    keys = np.arange(6000)
+    assert np.array_equal(back.find(keys) >= 0, table.find(keys) >= 0)
 
 
 def test_what_is_read_beyond_a_ranks_share_is_counted(tmp_path: Path) -> None:

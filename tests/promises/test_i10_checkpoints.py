@@ -43,7 +43,7 @@ from promises.training import check, make_collection, model_state, train, train_
 def test_i10_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     """Any tables, filters, optimizers, windows; saved after any window, with a forward of the next one open or not."""
 
-    @examples(30)
+    @examples(20)
     @given(world=worlds(steps=(6, 20)), data=st.data())
     def run(world: World, data: st.DataObject) -> None:
         windows = world.windows()
@@ -155,7 +155,7 @@ def runs(draw: st.DrawFn) -> tuple[list[ec.TableConfig], list[Any], int, list[in
 
 def test_i10_batches_that_are_planned_and_have_not_trained_are_in_it_with_nothing(tmp_path: Path) -> None:
 
-    @examples(80)
+    @examples(50)
     @given(drawn=runs(), optimizer=optimizers)
     def run(drawn: Any, optimizer: ec.OptimizerSpec) -> None:
         tables, batches, trained, stages = drawn

@@ -14,9 +14,15 @@ import numpy as np
 from .config import AdmitAndEvictConfig
 from .errors import ConfigError, CorruptionError
 
-__all__ = ["meaning", "merged_numbers", "pack", "pack_as", "take_apart", "unpack"]
+__all__ = ["SKETCHES", "meaning", "merged_numbers", "pack", "pack_as", "sketch_name", "take_apart", "unpack"]
 
 FORMAT = 2
+SKETCHES = ("sketch_young", "sketch_old")
+
+
+def sketch_name(table: str, which: str) -> str:
+    """The name of the bytes of one generation of a filter's sketch."""
+    return f"filter/{table}/{which}"
 
 
 def meaning(rule: AdmitAndEvictConfig) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from ._core.swap import SwapManager
 from ._core.table import Table
 from .checkpoint import Reader, RestoreReport, TableDescription, fill, holding, row_batches
 from .errors import ConfigError, CorruptionError
-from .filterfile import meaning, merged_numbers
-from .savejob import SKETCHES, sketch_name
+from .filterfile import SKETCHES, meaning, merged_numbers, sketch_name
 from .saving import describe, doors_of, path_of
 from .values import decode
 

@@ -24,23 +24,17 @@ import numpy as np
 from ._core.cut import CHANGED, IN, Cut, changed_rows, next_period, touched_rows, trained_step
 from .checkpoint import TableDescription, Writer, batches_of_rows, prune
 from .errors import ConfigError, EmbCacheError, StorageError
-from .filterfile import meaning
+from .filterfile import SKETCHES, meaning, sketch_name
 
 if TYPE_CHECKING:
     from ._core.plan import Plan
     from .manager import EmbCacheManager
 
-__all__ = ["SKETCHES", "Part", "SaveJob", "sketch_name"]
+__all__ = ["Part", "SaveJob"]
 
 LOG = logging.getLogger("embcache")
-SKETCHES = ("sketch_young", "sketch_old")
 KEPT_BYTES = 256 << 20
 EXTENT_ROWS = 1024
-
-
-def sketch_name(table: str, which: str) -> str:
-    """The name of the bytes of one generation of a filter's sketch."""
-    return f"filter/{table}/{which}"
 
 
 def _room_for(description: TableDescription, count: int) -> dict[str, np.ndarray]:

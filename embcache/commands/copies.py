@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint import Reader, Writer, publish, verify, vshards_of
 from ..checkpoint.names import next_generation, published
 from ..errors import ConfigError, CorruptionError
-from .filters import merged_numbers
+from ..filterfile import merged_numbers
 from .gathering import ChunkFiller
 from .output import FINDINGS, FINE, Output, Progress, bytes_text
 from .paths import CHECKPOINT, expect

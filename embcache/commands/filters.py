@@ -12,17 +12,11 @@ import numpy as np
 
 from ..checkpoint import Reader, TableDescription, Writer
 from ..errors import CorruptionError
-from ..filterfile import merged_numbers, pack_as
+from ..filterfile import SKETCHES, merged_numbers, pack_as, sketch_name
 
-__all__ = ["SKETCHES", "filter_bytes", "merged_numbers", "sketch_name", "write_filter"]
+__all__ = ["filter_bytes", "write_filter"]
 
-SKETCHES = ("sketch_young", "sketch_old")
 _ARRAYS = ("keys", "counts", "last", "late")
-
-
-def sketch_name(table: str, which: str) -> str:
-    """What a checkpoint calls the bytes of one generation of a filter's sketch."""
-    return f"filter/{table}/{which}"
 
 
 def write_filter(writer: Writer, description: TableDescription, state: dict[str, Any]) -> None:

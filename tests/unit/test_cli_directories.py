@@ -12,9 +12,9 @@ import pytest
 
 from embcache.checkpoint import Reader, TableDescription, Writer
 from embcache.cli import main
-from embcache.commands.filters import merged_numbers
 from embcache.config import Adagrad, Uniform
 from embcache.errors import UncleanDirectoryError
+from embcache.filterfile import merged_numbers
 from embcache.table import EmbTable
 
 
@@ -152,6 +152,47 @@ def test_a_filters_counters_and_its_initial_state_come_along(
         states.append((filtered, found))
         ebc.manager.close()
     assert states[0] == states[1]
+
+
+def test_managers_and_table_directories_read_each_others_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    import embcache as ec
+
+    def model(directory: Path | None = None) -> Any:
+        rule = ec.AdmitAndEvictConfig(2, evict_threshold=5, evict_step_interval=2, time_source="step", sketch_bytes=1024)
+        table = ec.TableConfig("items", 4, ["f"], admit_and_evict=rule, directory=directory and str(directory))
+        ebc = ec.EmbeddingBagCollection([table], optimizer=Adagrad(lr=0.1, initial_accumulator_value=0.5))
+        return torch.nn.ModuleDict({"deep": torch.nn.ModuleDict({"ebc": ebc})}), ebc
+
+    def train(ebc: Any, steps: range) -> None:
+        for step in steps:
+            keys = torch.from_numpy(np.random.default_rng(step).integers(0, 60, 64))
+            ebc(ec.JaggedFeatures(["f"], keys, torch.ones(64, dtype=torch.int64))).values().sum().backward()
+
+    def state(ebc: Any) -> Any:
+        ebc.manager.flush()
+        order, columns = None, []
+        for column in next(iter(ebc.manager.table("items").items(10**6))):
+            order = np.argsort(column) if order is None else order
+            columns.append(column[order].tolist())
+        found = ebc.manager.planner.export_filter(0)
+        return columns, {what: one.tolist() if isinstance(one, np.ndarray) else one for what, one in found.items()}
+
+    whole, straight = model()
+    train(straight, range(6))
+    ec.save(whole, tmp_path / "of-model")
+    assert run(capsys, "restore", tmp_path / "of-model", tmp_path / "table")[1]["table"] == "items"
+    train(straight, range(6, 12))
+    _, in_files = model(tmp_path / "table")
+    train(in_files, range(6, 9))
+    in_files.manager.close()
+    assert run(capsys, "save", tmp_path / "table", tmp_path / "of-table", "--module", "deep.ebc")[0] == 0
+    whole, back = model()
+    ec.restore(whole, tmp_path / "of-table")
+    train(back, range(9, 12))
+    assert state(back) == state(straight)
 
 
 def test_numbers_of_several_writers_become_the_furthest() -> None:

@@ -37,7 +37,7 @@ static int64_t dedup_plain(ec_work *w, int csr)
     if (ec_dedup_begin(w->dedup, c->n, c->expected) != EC_OK)
         return -1;
     return c->unique =
-               ec_dedup_run(w->dedup, c->seed, 0, c->keys, 1, c->n, c->inverse, NULL, 0, c->unique_keys, NULL, c->counts);
+               ec_dedup_run(w->dedup, c->seed, 0, c->keys, NULL, c->n, c->inverse, c->unique_keys, NULL, c->counts);
 }
 
 /* Number of unique keys, or -1: out of memory, or a batch so small that the engine would not cut it. */
@@ -53,6 +53,17 @@ int64_t dedup_run(void *work, const int64_t *keys, int64_t n, int csr, int threa
         return dedup_plain(w, csr);
     ec_dedup_call *call = w->cut = w->calls;
     w->dedup_status = EC_OK;
+    if (threads == EC_HALVES) {
+        ec_parallel_for(ec_phase_half_run, w, EC_HALVES, threads);
+        if (w->dedup_status != EC_OK)
+            return -1;
+        ec_parallel_for(ec_phase_half_match, w, EC_HALVES, threads);
+        ec_dedup_half_number(call);
+        ec_parallel_for(ec_phase_half_inverse, w, EC_HALVES, threads);
+        if (csr)
+            ec_parallel_for(ec_phase_half_order, w, EC_HALVES, threads);
+        return call->unique;
+    }
     ec_parallel_for(ec_phase_block_count_parts, w, call->blocks, threads);
     ec_dedup_layout(call);
     ec_parallel_for(ec_phase_block_scatter, w, call->blocks, threads);
@@ -64,7 +75,7 @@ int64_t dedup_run(void *work, const int64_t *keys, int64_t n, int csr, int threa
     ec_dedup_sum(call);
     ec_parallel_for(ec_phase_block_inverse, w, call->blocks, threads);
     if (csr)
-        ec_parallel_for(ec_phase_range_order, w, EC_RANGES, threads);
+        ec_parallel_for(ec_phase_part_order, w, EC_PARTS, threads);
     return call->unique;
 }
 

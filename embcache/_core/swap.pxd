@@ -89,7 +89,7 @@ cdef extern from "ec_isa.h":
 
 cdef extern from "ec_work.h":
     const int EC_PARTS
-    const int EC_RANGES
+    const int EC_HALVES
     const int EC_THREADS_MAX
     const int64_t EC_DEDUP_MAX_KEYS
 
@@ -135,6 +135,7 @@ cdef extern from "ec_phases.h":
     const int64_t EC_BEAR_ALONE
     void ec_dedup_layout(ec_dedup_call *c) noexcept nogil
     void ec_dedup_number(ec_dedup_call *c) noexcept nogil
+    void ec_dedup_half_number(ec_dedup_call *c) noexcept nogil
     void ec_dedup_sum(ec_dedup_call *c) noexcept nogil
     void ec_phase_dedup(void *work, int64_t task) noexcept nogil
     void ec_phase_block_count_parts(void *work, int64_t block) noexcept nogil
@@ -142,7 +143,11 @@ cdef extern from "ec_phases.h":
     void ec_phase_part_run(void *work, int64_t part) noexcept nogil
     void ec_phase_block_number(void *work, int64_t block) noexcept nogil
     void ec_phase_block_inverse(void *work, int64_t block) noexcept nogil
-    void ec_phase_range_order(void *work, int64_t range) noexcept nogil
+    void ec_phase_part_order(void *work, int64_t part) noexcept nogil
+    void ec_phase_half_run(void *work, int64_t half) noexcept nogil
+    void ec_phase_half_match(void *work, int64_t half) noexcept nogil
+    void ec_phase_half_inverse(void *work, int64_t half) noexcept nogil
+    void ec_phase_half_order(void *work, int64_t half) noexcept nogil
     void ec_pass_share(ec_work *w) noexcept nogil
     void ec_phase_lookup(void *work, int64_t task) noexcept nogil
     void ec_phase_decide(void *work, int64_t t) noexcept nogil

@@ -481,6 +481,15 @@ cdef class SwapManager:
                     return w.parts[t].status
                 continue
             call = w.cut = &w.calls[t]
+            if threads == EC_HALVES:
+                parallel_for(ec_phase_half_run, w, EC_HALVES, threads)
+                if w.dedup_status != EC_OK:
+                    return w.dedup_status
+                parallel_for(ec_phase_half_match, w, EC_HALVES, threads)
+                ec_dedup_half_number(call)
+                parallel_for(ec_phase_half_inverse, w, EC_HALVES, threads)
+                parallel_for(ec_phase_half_order, w, EC_HALVES, threads)
+                continue
             parallel_for(ec_phase_block_count_parts, w, call.blocks, threads)
             ec_dedup_layout(call)
             parallel_for(ec_phase_block_scatter, w, call.blocks, threads)
@@ -491,7 +500,7 @@ cdef class SwapManager:
             parallel_for(ec_phase_block_number, w, call.blocks, threads)
             ec_dedup_sum(call)
             parallel_for(ec_phase_block_inverse, w, call.blocks, threads)
-            parallel_for(ec_phase_range_order, w, EC_RANGES, threads)
+            parallel_for(ec_phase_part_order, w, EC_PARTS, threads)
         return EC_OK
 
     cdef void undo(self, ec_part *parts) noexcept nogil:

@@ -51,7 +51,7 @@ def test_small_calls(n):
     check(planned(lists), lists)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])  # the plain way, halves, parts
 @pytest.mark.parametrize("n", [LARGE - 1, LARGE, LARGE + 1, 8192 * 9, 200_001])
 def test_large_calls_are_cut_and_agree(n, num_threads):
     rng = np.random.default_rng(n)
@@ -59,11 +59,25 @@ def test_large_calls_are_cut_and_agree(n, num_threads):
     check(planned(lists, num_threads), lists)
 
 
-def test_small_and_large_tables_in_one_batch_with_empty_ones_between():
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_small_and_large_tables_in_one_batch_with_empty_ones_between(num_threads):
     rng = np.random.default_rng(5)
     empty = np.empty(0, np.int64)
     lists = [empty, zipf(rng, 100, 50), empty, zipf(rng, 90_000, 10**5), EXTREMES, zipf(rng, 70_000, 100), empty]
-    check(planned(lists, 2), lists)
+    check(planned(lists, num_threads), lists)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_keys_of_the_second_half_alone_of_both_and_of_the_first_alone(num_threads):
+    rng = np.random.default_rng(8)
+    old, new = np.arange(50_000), np.arange(50_000, 100_000)
+    lists = [
+        np.concatenate([rng.permutation(old), rng.permutation(new)]),  # nothing in common
+        np.concatenate([rng.permutation(old), rng.permutation(old)]),  # everything
+        np.concatenate([old, np.full(50_001, 7)]),
+        np.concatenate([np.full(50_000, 7), rng.permutation(new)[:40_000], old[:10_001]]),
+    ]
+    check(planned(lists, num_threads), lists)
 
 
 def test_a_small_call_after_a_large_one_finds_nothing_of_it():
@@ -77,14 +91,15 @@ def test_a_small_call_after_a_large_one_finds_nothing_of_it():
             manager.cancel(plan)
 
 
-def test_one_key_alone_fills_a_large_call():
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_one_key_alone_fills_a_large_call(num_threads):
     keys = np.full(LARGE * 2, -(2**63), np.int64)
-    plan = planned([keys], 2)
+    plan = planned([keys], num_threads)
     assert plan.unique_keys.tolist() == [-(2**63)] and plan.segment_offsets.tolist() == [0, len(keys)]
     assert np.array_equal(plan.occurrence_order, np.arange(len(keys)))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("n", [300, 20_000, 100_000])
 def test_more_distinct_keys_than_the_last_batch_let_one_expect(n, num_threads):
     """The probe table is sized after the last batch, and grows in the middle of a call where that was too small."""

@@ -2,10 +2,11 @@
  *
  * Uniques are numbered by first occurrence. A plain call uses one reused open-addressing table; its entries carry a
  * stamp that rises from call to call, so nothing is cleared between calls. It is as large as the distinct keys that the
- * table's last batch lets one expect, and doubles where there are more. With several threads a large call is cut in two directions:
- * into blocks of consecutive positions and, by hash bits, into EC_PARTS parts with a hash table each; every phase is a
- * set of independent tasks over blocks, parts or ranges of ids. Both ways give the same arrays; the cut way does about
- * as much work again, so one thread alone takes the plain one.
+ * table's last batch lets one expect, and doubles where there are more. With three threads or more a large call is cut in
+ * two directions: into blocks of consecutive positions and, by hash bits, into EC_PARTS parts with a hash table each;
+ * every phase is a set of independent tasks over blocks or parts. Two threads take half of the positions each
+ * (ec_halves.h). All ways give the same arrays; the cut way does two thirds as much work again, so one thread alone takes
+ * the plain one.
  *
  * The probe hash is keyed by a random seed of the process: keys crafted against it cannot be prepared, and nothing
  * observable depends on it.
@@ -26,7 +27,6 @@
 #define EC_PARTS_LOG2 4
 #define EC_PARTS (1 << EC_PARTS_LOG2)
 #define EC_DEDUP_LARGE 65536 /* keys of one table from which the call is cut */
-#define EC_RANGES 8          /* ranges of ids that are grouped by themselves */
 #define EC_DEDUP_MAX_KEYS ((int64_t)UINT32_MAX - 1)
 
 /* Half of a hash, and the id plus a base that rises from call to call: entries of earlier calls lie below it. The key
@@ -121,13 +121,12 @@ static inline int ec_dedup_reach(int64_t n) {
     return n <= EC_DEDUP_NEAR_KEYS ? EC_DEDUP_NEAR : n < EC_DEDUP_FAR_KEYS ? EC_DEDUP_MIDDLE : EC_DEDUP_FAR;
 }
 
-/* Numbers the distinct keys of n items: the id of each, and by id the key, its place of first occurrence (where `first`
- * is wanted) and its count. Returns how many. `spent` top bits of the hash are equal for all keys and so choose
- * nothing. Ids go to `wide`, or to `narrow` by a stride: for plain arrays, and for arrays of ec_dedup_item. */
+/* Numbers the distinct keys of n keys, or (`items` is not NULL) items of a part: the id of each, and by id the key and its count;
+ * of items the position of its first occurrence too. Returns how many. `spent` top bits of the hash are equal for all keys and so
+ * choose nothing. Ids go to `ids`, or into the items. */
 static inline __attribute__((always_inline)) int64_t ec_dedup_run_as(
-    const int reach, ec_dedup_table *d, const uint64_t seed[2], int spent, const int64_t *restrict keys, int key_stride, int64_t n,
-    int64_t *restrict wide, uint32_t *restrict narrow, int narrow_stride, int64_t *restrict unique_keys, uint32_t *restrict first,
-    uint32_t *restrict counts) {
+    const int reach, ec_dedup_table *d, const uint64_t seed[2], int spent, const int64_t *restrict keys, ec_dedup_item *restrict items, int64_t n,
+    int64_t *restrict ids, int64_t *restrict unique_keys, uint32_t *restrict first, uint32_t *restrict counts) {
     ec_dedup_entry *restrict entries = (ec_dedup_entry *)d->block.data;
     const int64_t ahead = reach == EC_DEDUP_NEAR ? 0 : reach == EC_DEDUP_MIDDLE ? EC_DEDUP_AHEAD : 2 * EC_DEDUP_AHEAD;
     const int room = ec_dedup_log2(n);
@@ -138,18 +137,18 @@ static inline __attribute__((always_inline)) int64_t ec_dedup_run_as(
     uint32_t base = d->base, unique = 0;
 
     for (int64_t i = 0; i < ahead && i < n; i++) {
-        ring[i] = ec_dedup_hash(keys[i * key_stride], seed);
+        ring[i] = ec_dedup_hash(items ? items[i].key : keys[i], seed);
         EC_PREFETCH_WRITE(&entries[ring[i] << spent >> shift]);
     }
     for (int64_t i = 0; i < n; i++) {
-        const int64_t key = keys[i * key_stride];
+        const int64_t key = items ? items[i].key : keys[i];
         uint64_t hash;
         if (reach == EC_DEDUP_NEAR) {
             hash = ec_dedup_hash(key, seed);
         } else {
             hash = ring[i & (ahead - 1)];
             if (i + ahead < n) {
-                const uint64_t later = ec_dedup_hash(keys[(i + ahead) * key_stride], seed);
+                const uint64_t later = ec_dedup_hash(items ? items[i + ahead].key : keys[i + ahead], seed);
                 ring[i & (ahead - 1)] = later;
                 EC_PREFETCH_WRITE(&entries[later << spent >> shift]);
             }
@@ -178,7 +177,7 @@ static inline __attribute__((always_inline)) int64_t ec_dedup_run_as(
                 id = unique++;
                 entries[at] = (ec_dedup_entry){(uint32_t)hash, base + id};
                 unique_keys[id] = key;
-                if (first) first[id] = (uint32_t)i;
+                if (items) first[id] = items[i].at;
                 counts[id] = 1;
                 break;
             }
@@ -187,19 +186,17 @@ static inline __attribute__((always_inline)) int64_t ec_dedup_run_as(
                 break;
             }
         }
-        if (wide) wide[i] = id;
-        else narrow[i * narrow_stride] = id;
+        if (items) items[i].id = id;
+        else ids[i] = id;
     }
     d->base = base + unique;
     return unique;
 }
 
 static inline __attribute__((always_inline)) int64_t ec_dedup_run(ec_dedup_table *d, const uint64_t seed[2], int spent,
-                                                                  const int64_t *keys, int key_stride, int64_t n,
-                                                                  int64_t *wide, uint32_t *narrow, int narrow_stride,
+                                                                  const int64_t *keys, ec_dedup_item *items, int64_t n, int64_t *ids,
                                                                   int64_t *unique_keys, uint32_t *first, uint32_t *counts) {
-#define EC_DEDUP_RUN_AS(reach) \
-    ec_dedup_run_as(reach, d, seed, spent, keys, key_stride, n, wide, narrow, narrow_stride, unique_keys, first, counts)
+#define EC_DEDUP_RUN_AS(reach) ec_dedup_run_as(reach, d, seed, spent, keys, items, n, ids, unique_keys, first, counts)
     switch (ec_dedup_reach(n)) { /* three loops, each without the others' tests */
     case EC_DEDUP_NEAR: return EC_DEDUP_RUN_AS(EC_DEDUP_NEAR);
     case EC_DEDUP_MIDDLE: return EC_DEDUP_RUN_AS(EC_DEDUP_MIDDLE);
@@ -224,20 +221,34 @@ typedef struct {
     int64_t expected;     /* ids, as an earlier batch lets one think; a matter of speed only */
     uint32_t *counts;     /* [n] scratch: by id, the count, then a cursor */
     /* scratch of a cut call */
+    int64_t half_unique[2]; /* ids that each half has given out */
     int64_t blocks;
     ec_dedup_item *items; /* [n] by part, in batch order within a part */
-    uint32_t *first;      /* [n] by a part's id: its first occurrence in the part */
-    uint32_t *part_uid;   /* [n] by a part's id: the final id */
-    int64_t *cursor;      /* [n] by a part's id: the key; then by final id: where in `order` its next position goes */
+    int64_t *part_unique; /* [n] by a part's id, or the second half's: the key */
+    uint32_t *first;      /* [n] by a part's id: the position of its first occurrence. Of halves: see there */
+    uint32_t *part_uid;   /* [n] by a part's id, or the second half's: the final id */
     uint32_t *starts;     /* [EC_PARTS * (blocks + 1)] where a block's keys start inside a part's range */
     uint32_t *fresh;      /* [EC_PARTS * (blocks + 1)] ids that a part had given out before a block */
     int64_t *block_first; /* [blocks + 1] ids given out before a block */
     int64_t *block_count; /* [blocks + 1] occurrences of the ids of earlier blocks */
 } ec_dedup_call;
 
+/* Puts the positions begin..end into their ids' groups: the last step of a counting sort. */
+static inline void ec_dedup_group(uint32_t *restrict cursor, const int64_t *restrict inverse, int64_t *restrict order,
+                                  int64_t position_base, int64_t begin, int64_t end) {
+    int64_t i = begin;
+    if (ec_dedup_reach(end - begin) == EC_DEDUP_FAR) {
+        for (; i + EC_DEDUP_AHEAD < end; i++) {
+            EC_PREFETCH_WRITE(&cursor[inverse[i + EC_DEDUP_AHEAD]]);
+            order[cursor[inverse[i]]++] = position_base + i;
+        }
+    }
+    for (; i < end; i++) order[cursor[inverse[i]]++] = position_base + i;
+}
+
 /* Groups positions by id: the counting sort of a plain call. */
 static inline void ec_dedup_csr(ec_dedup_call *c) {
-    uint32_t *restrict cursor = c->counts, total = 0;
+    uint32_t *cursor = c->counts, total = 0;
     const int64_t base = c->position_base;
     for (int64_t id = 0; id < c->unique; id++) {
         const uint32_t count = cursor[id];
@@ -245,29 +256,20 @@ static inline void ec_dedup_csr(ec_dedup_call *c) {
         total += count;
         c->ends[id] = base + total;
     }
-    const int64_t *restrict inverse = c->inverse, n = c->n;
-    int64_t *restrict order = c->order;
-    int64_t i = 0;
-    if (ec_dedup_reach(n) == EC_DEDUP_FAR) {
-        for (; i + EC_DEDUP_AHEAD < n; i++) {
-            EC_PREFETCH_WRITE(&cursor[inverse[i + EC_DEDUP_AHEAD]]);
-            order[cursor[inverse[i]]++] = base + i;
-        }
-    }
-    for (; i < n; i++) order[cursor[inverse[i]]++] = base + i;
+    ec_dedup_group(cursor, c->inverse, c->order, base, 0, c->n);
 }
 
 /* The whole of a plain call. */
 static int ec_dedup_plain(ec_dedup_call *c, ec_dedup_table *d) {
     if (ec_dedup_begin(d, c->n, c->expected) != EC_OK) return EC_NOMEM;
-    c->unique = ec_dedup_run(d, c->seed, 0, c->keys, 1, c->n, c->inverse, NULL, 0, c->unique_keys, NULL, c->counts);
+    c->unique = ec_dedup_run(d, c->seed, 0, c->keys, NULL, c->n, c->inverse, c->unique_keys, NULL, c->counts);
     ec_dedup_csr(c);
     return EC_OK;
 }
 
 /* -------------------------------------------------------------------------------------------- the phases of a cut call
  * block_count_parts (blocks) -> layout (serial) -> block_scatter (blocks) -> part_run (parts) -> number (serial)
- * -> block_number (blocks) -> sum (serial) -> block_inverse (blocks) -> range_order (ranges)
+ * -> block_number (blocks) -> sum (serial) -> block_inverse (blocks) -> part_order (parts)
  */
 
 static inline int64_t ec_dedup_blocks(int64_t n) { return (n + EC_DEDUP_BLOCK - 1) / EC_DEDUP_BLOCK; }
@@ -312,19 +314,18 @@ static inline void ec_dedup_block_scatter(ec_dedup_call *c, int64_t block) {
     }
 }
 
-/* Numbers a part's keys by themselves. first[] holds indexes into the part's range. */
+/* Numbers a part's keys by themselves. */
 static int ec_dedup_part_run(ec_dedup_call *c, int part, ec_dedup_table *d) {
     const uint32_t begin = *ec_dedup_start(c, part, 0);
     const int64_t n = *ec_dedup_start(c, part, c->blocks) - begin;
     if (ec_dedup_begin(d, n, c->expected / EC_PARTS) != EC_OK) return EC_NOMEM;
+    const uint32_t *first = c->first + begin;
     ec_dedup_item *items = c->items + begin;
-    const int stride = sizeof(ec_dedup_item) / sizeof(int64_t), half_stride = sizeof(ec_dedup_item) / sizeof(uint32_t);
-    const int64_t unique = ec_dedup_run(d, c->seed, EC_PARTS_LOG2, &items->key, stride, n, NULL, &items->id, half_stride,
-                                        c->cursor + begin, c->first + begin, c->counts + begin);
+    const int64_t unique = ec_dedup_run(d, c->seed, EC_PARTS_LOG2, NULL, items, n, NULL, c->part_unique + begin, c->first + begin,
+                                        c->counts + begin);
     int64_t id = 0;
     for (int64_t block = 0; block <= c->blocks; block++) {
-        const uint32_t before = *ec_dedup_start(c, part, block) - begin;
-        while (id < unique && c->first[begin + id] < before) id++;
+        while (id < unique && first[id] < block * EC_DEDUP_BLOCK) id++;
         *ec_dedup_fresh(c, part, block) = (uint32_t)id;
     }
     return EC_OK;
@@ -342,33 +343,27 @@ static inline void ec_dedup_number(ec_dedup_call *c) {
 
 /* Gives the ids that first occur in a block their final numbers: their rank among the block's first occurrences. */
 static inline void ec_dedup_block_number(ec_dedup_call *c, int64_t block) {
-    uint64_t is_first[EC_DEDUP_BLOCK / 64] = {0};
-    uint32_t before[EC_DEDUP_BLOCK / 64];
+    uint16_t rank[EC_DEDUP_BLOCK] = {0};
     const uint32_t base = (uint32_t)(block * EC_DEDUP_BLOCK);
     for (int part = 0; part < EC_PARTS; part++) {
-        const uint32_t begin = *ec_dedup_start(c, part, 0), stop = *ec_dedup_fresh(c, part, block + 1);
-        for (uint32_t id = *ec_dedup_fresh(c, part, block); id < stop; id++) {
-            const uint32_t at = c->items[begin + c->first[begin + id]].at - base;
-            is_first[at >> 6] |= (uint64_t)1 << (at & 63);
-        }
+        const uint32_t *first = c->first + *ec_dedup_start(c, part, 0), stop = *ec_dedup_fresh(c, part, block + 1);
+        for (uint32_t id = *ec_dedup_fresh(c, part, block); id < stop; id++) rank[first[id] - base] = 1;
     }
-    uint32_t rank = 0;
-    for (int word = 0; word < EC_DEDUP_BLOCK / 64; word++) {
-        before[word] = rank;
-        rank += (uint32_t)__builtin_popcountll(is_first[word]);
+    uint16_t before = 0;
+    for (int at = 0; at < EC_DEDUP_BLOCK; at++) {
+        const uint16_t is_first = rank[at];
+        rank[at] = before;
+        before = (uint16_t)(before + is_first);
     }
     int64_t occurrences = 0;
     for (int part = 0; part < EC_PARTS; part++) {
-        const uint32_t begin = *ec_dedup_start(c, part, 0), stop = *ec_dedup_fresh(c, part, block + 1);
-        for (uint32_t id = *ec_dedup_fresh(c, part, block); id < stop; id++) {
-            const ec_dedup_item *item = &c->items[begin + c->first[begin + id]];
-            const uint32_t at = item->at - base;
-            const uint64_t lower = is_first[at >> 6] & (((uint64_t)1 << (at & 63)) - 1);
-            const int64_t uid = c->block_first[block] + before[at >> 6] + __builtin_popcountll(lower);
-            c->part_uid[begin + id] = (uint32_t)uid;
-            c->unique_keys[uid] = item->key;
-            c->ends[uid] = c->counts[begin + id];
-            occurrences += c->counts[begin + id];
+        const uint32_t begin = *ec_dedup_start(c, part, 0), stop = begin + *ec_dedup_fresh(c, part, block + 1);
+        for (uint32_t id = begin + *ec_dedup_fresh(c, part, block); id < stop; id++) {
+            const int64_t uid = c->block_first[block] + rank[c->first[id] - base];
+            c->part_uid[id] = (uint32_t)uid;
+            c->unique_keys[uid] = c->part_unique[id];
+            c->ends[uid] = c->counts[id];
+            occurrences += c->counts[id];
         }
     }
     c->block_count[block] = occurrences;
@@ -385,36 +380,23 @@ static inline void ec_dedup_sum(ec_dedup_call *c) {
 
 static inline void ec_dedup_block_inverse(ec_dedup_call *c, int64_t block) {
     int64_t end = c->block_count[block];
-    for (int64_t uid = c->block_first[block]; uid < c->block_first[block + 1]; uid++) {
-        c->cursor[uid] = end;
-        c->ends[uid] = end += c->ends[uid];
-    }
+    for (int64_t uid = c->block_first[block]; uid < c->block_first[block + 1]; uid++) c->ends[uid] = end += c->ends[uid];
     for (int part = 0; part < EC_PARTS; part++) {
-        const uint32_t *uid = c->part_uid + *ec_dedup_start(c, part, 0);
-        const ec_dedup_item *stop = c->items + *ec_dedup_start(c, part, block + 1);
-        for (const ec_dedup_item *item = c->items + *ec_dedup_start(c, part, block); item < stop; item++)
-            c->inverse[item->at] = uid[item->id];
+        const uint32_t *uid = c->part_uid + *ec_dedup_start(c, part, 0), stop = *ec_dedup_start(c, part, block + 1);
+        for (uint32_t k = *ec_dedup_start(c, part, block); k < stop; k++) c->inverse[c->items[k].at] = uid[c->items[k].id];
     }
 }
 
-/* First block of a range: ranges hold about equally many occurrences of the ids that first occur in their blocks. */
-static inline int64_t ec_dedup_range(const ec_dedup_call *c, int range) {
-    const int64_t target = c->position_base + c->n / EC_RANGES * range;
-    int64_t block = 0;
-    if (range == EC_RANGES) return c->blocks;
-    while (block < c->blocks && c->block_count[block] < target) block++;
-    return block;
-}
-
-/* Groups the positions of a range of ids. An id occurs nowhere before its first block. */
-static inline void ec_dedup_range_order(ec_dedup_call *c, int range) {
-    const int64_t first_block = ec_dedup_range(c, range), last_block = ec_dedup_range(c, range + 1);
-    const uint64_t low = (uint64_t)c->block_first[first_block], span = (uint64_t)c->block_first[last_block] - low;
-    int64_t *order = c->order - c->position_base;
-    if (span == 0) return;
-    for (int64_t i = first_block * EC_DEDUP_BLOCK; i < c->n; i++) {
-        const uint64_t uid = (uint64_t)c->inverse[i];
-        if (uid - low < span) order[c->cursor[uid]++] = c->position_base + i;
+/* Groups the positions of a part's ids. counts[] becomes where in `order` an id's next position goes. */
+static inline void ec_dedup_part_order(ec_dedup_call *c, int part) {
+    const uint32_t begin = *ec_dedup_start(c, part, 0), stop = *ec_dedup_start(c, part, c->blocks);
+    uint32_t *restrict cursor = c->counts + begin;
+    const int64_t base = c->position_base, unique = *ec_dedup_fresh(c, part, c->blocks);
+    for (int64_t id = 0; id < unique; id++) cursor[id] = (uint32_t)(c->ends[c->part_uid[begin + id]] - base) - cursor[id];
+    int64_t *restrict order = c->order;
+    for (uint32_t k = begin; k < stop; k++) {
+        if (k + EC_DEDUP_AHEAD < stop) EC_PREFETCH_WRITE(&order[cursor[c->items[k + EC_DEDUP_AHEAD].id]]);
+        order[cursor[c->items[k].id]++] = base + c->items[k].at;
     }
 }
 

@@ -1,6 +1,6 @@
 /* The phases of a plan. swap.pyx runs them in this order over all tables of a batch, in one call without the GIL:
  *
- *   dedup (tables; large tables by blocks and parts) -> lookup (chunks of uniques) -> decide (tables): count, sweep, admit,
+ *   dedup (tables; large tables by halves, or by blocks and parts) -> lookup (chunks of uniques) -> decide (tables): count, sweep, admit,
  *   make room -> bear (tables): new rows -> place (tables): pin, choose victims, take slots, use -> emit (tables): the plan's arrays
  *
  * Tasks of one phase touch disjoint data, and whatever is observable is settled by one task per table in the order of
@@ -42,7 +42,18 @@ static void ec_phase_block_count_parts(void *context, int64_t block) { ec_dedup_
 static void ec_phase_block_scatter(void *context, int64_t block) { ec_dedup_block_scatter(((ec_work *)context)->cut, block); }
 static void ec_phase_block_number(void *context, int64_t block) { ec_dedup_block_number(((ec_work *)context)->cut, block); }
 static void ec_phase_block_inverse(void *context, int64_t block) { ec_dedup_block_inverse(((ec_work *)context)->cut, block); }
-static void ec_phase_range_order(void *context, int64_t range) { ec_dedup_range_order(((ec_work *)context)->cut, (int)range); }
+static void ec_phase_part_order(void *context, int64_t part) { ec_dedup_part_order(((ec_work *)context)->cut, (int)part); }
+
+static void ec_phase_half_run(void *context, int64_t half) {
+    ec_work *w = context;
+    if (ec_dedup_half_run(w->cut, (int)half, &w->dedup[half]) != EC_OK) __atomic_store_n(&w->dedup_status, EC_NOMEM, __ATOMIC_RELAXED);
+}
+static void ec_phase_half_match(void *context, int64_t half) {
+    ec_work *w = context;
+    ec_dedup_half_match(w->cut, (int)half, &w->dedup[0]);
+}
+static void ec_phase_half_inverse(void *context, int64_t half) { ec_dedup_half_inverse(((ec_work *)context)->cut, (int)half); }
+static void ec_phase_half_order(void *context, int64_t half) { ec_dedup_half_order(((ec_work *)context)->cut, (int)half); }
 
 static void ec_phase_part_run(void *context, int64_t part) {
     ec_work *w = (ec_work *)context;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "ec_dedup.h"
+#include "ec_halves.h"
 #include "ec_plan.h"
 
 #define EC_CHUNK 4096 /* uniques of a look-up task */
@@ -61,7 +62,7 @@ typedef struct {
     ec_dedup_call *calls; /* one a table */
     ec_dedup_call *cut;   /* the call that is cut now */
     uint32_t *first, *counts, *part_uid, *starts, *fresh;
-    int64_t *cursor, *block_first, *block_count;
+    int64_t *part_unique, *block_first, *block_count;
     ec_dedup_item *items;
     int dedup_status;
     ec_vec plain;  /* of int64_t: tables whose dedup is one task */
@@ -106,7 +107,7 @@ static void ec_work_carve(ec_work *w, ec_carver *c, int64_t n, int64_t large) {
     w->counts = (uint32_t *)ec_carve(c, n, 4);
     const int64_t blocks = ec_dedup_blocks(large);
     w->items = (ec_dedup_item *)ec_carve(c, large, sizeof(ec_dedup_item));
-    w->cursor = (int64_t *)ec_carve(c, large, 8);
+    w->part_unique = (int64_t *)ec_carve(c, large, 8);
     w->first = (uint32_t *)ec_carve(c, large, 4);
     w->part_uid = (uint32_t *)ec_carve(c, large, 4);
     w->starts = (uint32_t *)ec_carve(c, EC_PARTS * (blocks + 1), 4);
@@ -166,7 +167,7 @@ static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets
             .keys = keys + begin, .n = size, .seed = w->seed, .inverse = w->out.inverse + begin, .order = w->out.order + begin,
             .unique_keys = w->key + begin, .ends = w->end + begin, .position_base = begin, .expected = expected,
             .counts = w->counts + begin, .first = w->first, .blocks = ec_dedup_blocks(size), .items = w->items,
-            .part_uid = w->part_uid, .cursor = w->cursor, .starts = w->starts, .fresh = w->fresh,
+            .part_uid = w->part_uid, .part_unique = w->part_unique, .starts = w->starts, .fresh = w->fresh,
             .block_first = w->block_first, .block_count = w->block_count};
         if (size < cut_from) EC_PUSH(w->plain, int64_t, t);
     }

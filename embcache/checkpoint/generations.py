@@ -162,7 +162,8 @@ def prune(path: str | os.PathLike[str], keep: int, *, files: Files | None = None
             break
     gone = [generation for generation in held if generation not in needed]
     with refusals(path, "pruning generations"):
-        for generation in reversed(gone):  # a delta before its parent
+        for generation in reversed(gone):
+            files.sync_folder(path)  # a delta is gone for good before its parent goes
             files.unlink(os.path.join(path, manifest_name(generation)))
         if gone:
             files.sync_folder(path)

@@ -5,7 +5,7 @@ what is small (filters, erased keys, the optimizers' numbers), and has the table
 are known by their place in the host table, which they keep while they live, wherever their values are at the moment. A row is
 as it was at the cut until a batch that uses it may train, and that is not before its plan has brought its rows in; or until its key
 is evicted or changed by hand. So when a plan comes in, rows that it concerns and that have not been written are copied out first:
-what is copied is at most what training touches while the save goes on. The sweep takes the door for one chunk at a time.
+what is copied is at most what training touches while the save goes on. The sweep takes the door for some rows at a time.
 
 Memory: one byte a row, and the copies, which are written first. Above `KEPT_BYTES` of them the next batch waits to be planned.
 Should the save fail, the tables get their changes back, and the next delta has them.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ __all__ = ["Part", "SaveJob"]
 
 LOG = logging.getLogger("embcache")
 KEPT_BYTES = 256 << 20
+PIECE_ROWS = 1024  # about half a millisecond inside the door
+PAUSE_S = 50e-6  # what a thread that waits at the door takes to wake up
 EXTENT_ROWS = 1024
 
 
@@ -167,6 +170,8 @@ class SaveJob:
         By module path.
     keep : int, optional
         Prune all but this many generations in the end.
+    background : bool
+        Whether training goes on meanwhile.
 
     Notes
     -----
@@ -174,9 +179,10 @@ class SaveJob:
     """
 
     def __init__(
-        self, path: str, managers: Mapping[str, EmbCacheManager], parts: list[Part], keep: int | None = None
+        self, path: str, managers: Mapping[str, EmbCacheManager], parts: list[Part], keep: int | None, background: bool
     ) -> None:
         self.path, self.managers, self.parts, self.keep = path, managers, parts, keep
+        self.background = background
         self.writer: Writer | None = None
         self.generation = 0
         self.rows = 0
@@ -351,6 +357,9 @@ class SaveJob:
             if self._held > KEPT_BYTES // 2:
                 for other in self.parts:
                     self._write_kept(writer, other)
+            if self.background:
+                self._write_in_pieces(writer, part, rows)
+                continue
             with part.manager.door:
                 rows = part.take(rows)
                 if len(rows):
@@ -364,6 +373,21 @@ class SaveJob:
             raise AssertionError(f"table {part.core.name!r}: {part.left} rows of the cut were not found again")
         if part.filter is not None:
             self._write_filter(writer, part, part.filter)
+
+    def _write_in_pieces(self, writer: Writer, part: Part, rows: np.ndarray) -> None:
+        """One chunk, read a little at a time, so that nobody waits long at the door; who does gets in between."""
+        arrays, count = _room_for(part.description, len(rows)), 0
+        for begin in range(0, len(rows), PIECE_ROWS):
+            with part.manager.door:
+                piece = part.take(rows[begin : begin + PIECE_ROWS])
+                if len(piece):
+                    part.read(piece, {name: array[count : count + len(piece)] for name, array in arrays.items()})
+            count += len(piece)
+            time.sleep(PAUSE_S)
+        if count:
+            columns: dict[str, Any] = {name: array[:count] for name, array in arrays.items()}
+            writer.write_rows(part.description, **columns)
+            self.rows_written += count
 
     def _write_kept(self, writer: Writer, part: Part) -> None:
         with self._room:

@@ -180,7 +180,7 @@ def save_managers(
             few if part.description.name in partial else part.full_bytes
             for part, few in zip(parts, delta_bytes, strict=True)
         )
-        job = SaveJob(where, managers, parts, most)
+        job = SaveJob(where, managers, parts, most, background)
         job.start(parent, partial, values, expected)
     if not background:
         return job.run()

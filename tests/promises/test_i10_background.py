@@ -50,6 +50,10 @@ class Gate(Writer):
         self.wait()
         super().write_filled(*given)
 
+    def write_rows(self, *given: Any, **more: Any) -> None:
+        self.wait()
+        super().write_rows(*given, **more)
+
     def write_filter(self, *given: Any, **more: Any) -> None:
         self.wait()
         super().write_filter(*given, **more)
@@ -62,6 +66,7 @@ class Gate(Writer):
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> type[Gate]:
     monkeypatch.setattr(savejob, "Writer", Gate)
+    monkeypatch.setattr(savejob, "PIECE_ROWS", 2)
     monkeypatch.setattr(Gate, "refused", None)
     monkeypatch.setattr(Gate, "permits", threading.Semaphore(0), raising=False)
     return Gate

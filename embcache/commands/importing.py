@@ -104,6 +104,8 @@ def run(given: argparse.Namespace, output: Output) -> int:
     source = os.path.abspath(given.source)
     if not os.path.exists(source):
         raise ConfigError(f"{source}: does not exist; give a file, or a RecSDK save directory")
+    if not os.path.isfile(source) and not os.path.isdir(source):
+        raise ConfigError(f"{source}: is a pipe, a device or the like, which cannot be read twice; give a file")
     check_apart(source, given.target)
     kind = format_of(source, given.format)
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -103,6 +104,7 @@ class Progress:
                 unit_scale=True,
                 unit_divisor=1024 if unit == "B" else 1000,
                 file=stream,
+                **_size(stream),
             )
         self.done = 0
 
@@ -126,6 +128,14 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _size(stream: TextIO) -> dict[str, int]:
+    """What a bar has to be told about the terminal: one that says it has no width (containers, CI) would show nothing."""
+    try:
+        return {} if os.get_terminal_size(stream.fileno()).columns else {"ncols": 80, "nrows": 24}
+    except OSError:
+        return {}
 
 
 def columns_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

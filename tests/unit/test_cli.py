@@ -202,6 +202,21 @@ def test_the_progress_bar_shows_on_a_terminal_only() -> None:
         assert ("reading" in stream.getvalue() and "/s" in stream.getvalue()) == shown
 
 
+def test_the_progress_bar_shows_on_a_terminal_that_says_it_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, terminal = os.openpty()
+    try:
+        with open(terminal, "w", closefd=False) as stream:
+            monkeypatch.setattr("sys.stderr", stream)
+            with Output(False, io.StringIO()).progress(100 << 20, "reading") as bar:
+                bar.add(100 << 20)
+            monkeypatch.undo()
+            stream.write("end")
+        assert b"reading: " in os.read(ours, 4096)
+    finally:
+        os.close(ours)
+        os.close(terminal)
+
+
 def test_the_command_of_a_checkout_works_without_torch_and_survives_a_closed_pipe(saved: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(Path(embcache.__file__).parents[1])}
     command = [ROOT / "tools" / "dump", "list", saved]

@@ -367,6 +367,8 @@ def test_files_that_lie_or_are_cut_short_are_refused_by_name(
     attempt("absent.npz", 2, "ConfigError")
     (tmp_path / "folder").mkdir()
     attempt("folder", 2, "ConfigError")
+    os.mkfifo(tmp_path / "pipe.npz")  # to open it would wait for a writer
+    assert "is a pipe" in attempt("pipe.npz", 2, "ConfigError")
 
 
 def test_damaged_safetensors_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,9 @@ from embcache.table import EmbTable
 from machine import available_bytes
 from peers.checkpoints import PEERS, Rows, plain_write, record_per_row, safetensors_or_why
 from peers.limits import fresh_memset
-from race import MILLION_ROWS, Absent, Contender, Race, Unit
+from race import MILLION_ROWS, MILLISECONDS, Absent, Contender, Race, Unit
 from samples import keys_of
+from steps import OurStep, Shape, draw
 
 DIM = 64
 ROW_BYTES = 8 + 4 * DIM
@@ -288,3 +290,41 @@ def test_readers_of_a_share(race: Race, saved: Saved, readers: int) -> None:
     own = Contender("their own rows alone", lambda _i: found[1], seconds_of=lambda count: count / 1e6)
     case = f"{readers} readers of {saved.rows / 1e6:g} M x {DIM} by one writer: bytes read"
     race("checkpoint, bytes", case, ours, [own], work=1, unit=BYTES, rounds=1)
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+def test_step_during_a_background_save(race: Race, folder: Path, kind: str) -> None:
+    """Median step of bags of 20 while all rows, or those of the last 200 steps, are saved in the background."""
+    shape = Shape(1, 1_000_000, DIM)
+    step = OurStep(shape, "RowWiseAdagrad")
+    batches = draw(shape, "zipf", 20)
+    collection = step.collection
+
+    def timed(number: int) -> float:
+        began = time.perf_counter()
+        step.step(batches[number % len(batches)])
+        return time.perf_counter() - began
+
+    def during(_i: int) -> float:
+        for number in range(200 if kind == "delta" else 0):
+            timed(number)
+        saving = collection.save(folder / "saved", delta=kind == "delta", background=True, keep=1)
+        times = [timed(0)]
+        while not saving.done():
+            times.append(timed(len(times)))
+        saving.result()
+        return statistics.median(times)
+
+    def alone(_i: int) -> float:
+        return statistics.median(timed(number) for number in range(60))
+
+    collection.save(folder / "saved")
+    race(
+        "checkpoint, steps",
+        f"step of {shape}, bags of 20, during a background {kind} save",
+        Contender("embcache", during, seconds_of=lambda seconds: seconds),
+        [Contender("without a save", alone, seconds_of=lambda seconds: seconds)],
+        work=1,
+        unit=MILLISECONDS,
+        rounds=5,
+    )

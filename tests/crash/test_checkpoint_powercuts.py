@@ -239,7 +239,8 @@ def test_r2_a_cut_after_processes_that_died(recorder: Path, place: Path, scenari
 @pytest.mark.parametrize(("scenario", "most"), [("deltas", 34), ("ranks", 66)])
 def test_r21_a_cut_after_a_sync_that_failed(recorder: Path, place: Path, scenario: str, most: int) -> None:
     """Each sync of the first saves fails in turn, LMDB's too, and for good: what it should have made durable may be lost for
-    ever. The program goes on; a second life starts from what the first has left in the system's memory."""
+    ever. The program goes on; a second life starts from what the first has left in the system's memory. Where the sync was of
+    a manifest's removal, a generation that was given up may come back without its files; it is named and passed over."""
     lives = [
         [{"scenario": scenario, "steps": 3, "fail_sync": n}, {"scenario": scenario, "steps": 5}] for n in range(1, most)
     ]
@@ -248,7 +249,7 @@ def test_r21_a_cut_after_a_sync_that_failed(recorder: Path, place: Path, scenari
         failed.append(any(event.kind == FAILED_SYNC for event in recording.events))
         assert failed[-1] == any(event.path.startswith("failed") for event in recording.events)  # and it was reported
         if failed[-1]:
-            look_at(place, recording, 2 * SOAK, 200 + number)
+            look_at(place, recording, 2 * SOAK, 200 + number, clean=False)
     assert all(failed[:20]) and not failed[-1]  # every sync there is had its turn
 
 

@@ -297,7 +297,9 @@ class Reader:
                     rows = self._take(columns, kept)
                     if len(rows.keys):
                         yield rows
-            newer = np.unique(np.concatenate(here)) if depth + 1 < len(levels) else newer
+            if depth + 1 < len(levels):
+                newer = np.concatenate(here)
+                newer.sort()  # in place: some keys may be there twice, which finds them as well
 
     def _take(self, columns: dict[str, npt.NDArray[Any]], kept: npt.NDArray[np.bool_] | slice) -> Rows:
         picked = {what: array[kept] for what, array in columns.items()}

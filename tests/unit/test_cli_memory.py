@@ -17,8 +17,8 @@ import pytest
 from embcache._core.table import Table
 from embcache.commands.sources import Pages
 
-MOST_BYTES = 128 << 20
-ROWS, DIM = 190_000, 512
+MOST_BYTES = 120 << 20
+ROWS, DIM = 180_000, 512
 
 CHILD = """
 import sys

@@ -44,14 +44,18 @@ class ParquetArrays:
     dtype: str
 
     def __init__(self, path: str, names: dict[str, str], stack: ExitStack) -> None:
-        self._arrow = arrow = arrow_package()
+        self._arrow = arrow_package()
+        self._broken = (self._arrow.ArrowException, OSError, UnicodeError)
         self.where = path
         self._names = names
         try:
-            source = stack.enter_context(arrow.OSFile(path, "rb"))
-            self._file = arrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-        except (arrow.ArrowException, OSError) as error:
+            self._open(path, names, stack)
+        except self._broken as error:
             raise self._damaged(error) from None
+
+    def _open(self, path: str, names: dict[str, str], stack: ExitStack) -> None:
+        source = stack.enter_context(self._arrow.OSFile(path, "rb"))
+        self._file = self._arrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         schema = self._file.schema_arrow
         self.about = (schema.metadata or {}).get(DESCRIPTION.encode())
         self.count = self._file.metadata.num_rows
@@ -97,15 +101,18 @@ class ParquetArrays:
     def _batches(self, rows: int) -> Iterator[Any]:
         columns = [self._names["keys"], self._names["weights"], *self._states]
         columns += [self._names[one] for one in _COUNTERS] if self.filtered else []
-        try:
-            yield from self._file.iter_batches(rows, columns=columns, use_threads=False)
-        except (self._arrow.ArrowException, OSError) as error:
-            raise self._damaged(error) from None
+        yield from self._file.iter_batches(rows, columns=columns, use_threads=False)
 
     def _damaged(self, error: Exception) -> CorruptionError:
         return CorruptionError(f"{self.where}: is no Parquet file, or is damaged ({error}); get it anew")
 
     def pieces(self, rows: int) -> Iterator[Pieces]:
+        try:
+            yield from self._pieces(rows)
+        except self._broken as error:
+            raise self._damaged(error) from None
+
+    def _pieces(self, rows: int) -> Iterator[Pieces]:
         at = 0
         for batch in self._batches(rows):
             keys = self._plain(batch, self._names["keys"], at)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import tokenize
 import zipfile
 import zlib
@@ -43,7 +44,18 @@ _OF_SAFETENSORS = {
     "U16": "<u2",
     "U8": "|u1",
 }
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OverflowError)
+# What the standard library's readers raise over damaged bytes; ValueError covers names that are no text.
+_BROKEN = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    LookupError,
+    NotImplementedError,
+    OverflowError,
+    RuntimeError,
+    ValueError,
+)
 
 
 @dataclass
@@ -151,7 +163,7 @@ def _npy(where: str, file: BinaryIO) -> Stream:
         shape, fortran, dtype = read(file)
     except ConfigError:
         raise
-    except (*_BROKEN, ValueError, TypeError, SyntaxError, MemoryError, tokenize.TokenError) as error:
+    except (*_BROKEN, TypeError, SyntaxError, MemoryError, tokenize.TokenError) as error:
         raise CorruptionError(f"{where}: is no array of NumPy's, or is damaged ({error}); get it anew") from None
     stream = checked(where, dtype.str if dtype.fields is None else "O", shape, file)
     if fortran and len(shape) == 2 and min(shape) > 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from embcache.commands.outgoing import npy_header, safetensors_header
 from embcache.table import EmbTable
 
 N, DIM, STATE = 3000, 5, 3
+MUTATIONS = 20 if os.environ.get("EMBCACHE_SOAK") else 1
 FORMATS = ["npz", "safetensors", "parquet"]
 
 
@@ -452,3 +455,54 @@ def test_rows_come_in_the_order_of_vshards_whatever_the_passes(
     assert ranges == sorted(ranges) and all(
         one[1] <= other[0] + 1 for one, other in zip(ranges, ranges[1:], strict=False)
     )
+
+
+@pytest.mark.parametrize("ending", ["npz", "packed.npz", "npy", "safetensors", "parquet", "recsdk"])
+def test_mutated_files_are_read_or_refused_and_never_a_surprise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    given = arrays(50)
+    good = tmp_path / f"good.{ending}"
+    if ending == "npz":
+        np.savez(good, **given)
+    elif ending == "packed.npz":
+        np.savez_compressed(good, **given)
+    elif ending == "npy":
+        np.save(good, given["weights"])
+    elif ending == "safetensors":
+        safetensors(good, given)
+    elif ending == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        lists = {name: arrow.array(list(given[name])) for name in ("weights", "state")}
+        parquet.write_table(arrow.table({"keys": arrow.array(given["keys"])} | lists), good)
+    else:
+        recsdk(good / "t", {"key": given["keys"], "embedding": given["weights"], "momentum1": given["weights"]})
+    files = [path for path in [good, *good.rglob("*")] if path.is_file()]
+    whole = {path: path.read_bytes() for path in files}
+    rng, codes = random.Random(0), []
+    for trial in range(120 * MUTATIONS):
+        path = rng.choice(files)
+        content = bytearray(whole[path])
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(content) or 1)
+            how = rng.choice(("flip", "cut", "zero", "grow", "copy"))
+            if how == "flip" and content:
+                content[min(at, len(content) - 1)] ^= 1 << rng.randrange(8)
+            elif how == "cut":
+                del content[at:]
+            elif how == "zero":
+                content[at : at + rng.randint(1, 64)] = bytes(rng.randint(1, 64))
+            elif how == "grow":
+                content += bytes(rng.randrange(256) for _ in range(rng.randint(1, 40)))
+            else:
+                begin = rng.randrange(len(content) or 1)
+                content[at : at + 32] = content[begin : begin + 32]
+        path.write_bytes(content)
+        options = ("--allow-nan",) * (trial % 2) + ("--to", "directory") * (trial % 3 == 0)
+        code, result = run(capsys, "import", good, tmp_path / "target", "--force", *options)
+        codes.append(code)
+        assert code in (0, 1, 2, 3) and (code == 0 or result["error"]["message"]), (trial, result)
+        if (tmp_path / "target").exists():
+            shutil.rmtree(tmp_path / "target")
+        path.write_bytes(whole[path])
+    assert {1} < set(codes)

@@ -11,12 +11,14 @@
 
 #include <stdint.h>
 
+#include "ec_old.h"
 #include "ec_work.h"
 
 #define EC_RUN 1024             /* places that are looked at together */
 #define EC_POWERS 64            /* sweeps that a score may be behind by before its decay is computed afresh */
-#define EC_SELECT_AT_ONCE 4096  /* so few are gathered without a sample */
-#define EC_SELECT_SAMPLE 65536
+#define EC_SELECT_AT_ONCE 4096  /* so few are gathered without a sample, */
+#define EC_SELECT_FEW 64        /* or one in so many places: a sample would have to try as many for each that it finds */
+#define EC_SELECT_SAMPLE 16384  /* a place at random costs more than ten in a row */
 #define EC_SELECT_LEAST 64      /* a smaller sample says nothing */
 #define EC_SELECT_BRACKET 2.0   /* ec_work.bracket: four standard deviations to either side, or more */
 
@@ -105,7 +107,21 @@ EC_INLINE int64_t ec_run_look(const ec_field *f, int kind, int64_t at, int64_t m
         stop = stop < capacity + limit ? stop : capacity + limit;
         const uint8_t *flags = ec_table_flags(s->table, row);
         const int64_t *key = ec_table_key(s->table, row), *freq = ec_table_freq(s->table, row), *last = ec_table_ts(s->table, row);
-        for (int64_t i = 0; i < stop - at; i++) {
+        int64_t i = 0;
+        if (kind == EC_BY_TIME && !passing) { /* most rows are recent, and only counted */
+            const int64_t words = (stop - at) / 64;
+            uint64_t old[EC_RUN / 64];
+            EC_CLONE_OF(ec_old_words, w->avx2)(last, words, f->cutoff, old);
+            run->living = ec_count_at_home(flags, 64 * words);
+            for (; i < 64 * words; i += 64) {
+                for (uint64_t rest = old[i / 64] ? ec_old_at_home(flags + i, old[i / 64]) : 0; rest; rest &= rest - 1) {
+                    const int64_t at_home = i + __builtin_ctzll(rest);
+                    ec_run_add(run, f, filter, kind, at + at_home, key[at_home], freq[at_home], last[at_home]);
+                    run->living--; /* it was counted */
+                }
+            }
+        }
+        for (; i < stop - at; i++) {
             if ((flags[i] & (EC_LIVE | EC_RESIDENT)) != EC_LIVE) continue;
             if (passing && ec_filter_row_dead(filter, key[i], freq[i], last[i])) continue;
             ec_run_add(run, f, filter, kind, at + i, key[i], freq[i], last[i]);
@@ -169,12 +185,13 @@ static int ec_select(const ec_field *f, int64_t size, int64_t n, ec_rank *nth) {
     ec_run run;
     ec_rank *sample = NULL;
     int status = EC_OK;
-    if (size > EC_SELECT_AT_ONCE && !(sample = (ec_rank *)ec_take(NULL, EC_SELECT_SAMPLE * sizeof *sample))) return EC_NOMEM;
+    const int64_t few = f->places / EC_SELECT_FEW > EC_SELECT_AT_ONCE ? f->places / EC_SELECT_FEW : EC_SELECT_AT_ONCE;
+    if (size > few && !(sample = (ec_rank *)ec_take(NULL, EC_SELECT_SAMPLE * sizeof *sample))) return EC_NOMEM;
     for (int found = 0; !found && status == EC_OK;) {
         ec_rank low = least, high = most;
         const int64_t room = size > 16 * EC_SELECT_AT_ONCE ? size / 16 : EC_SELECT_AT_ONCE;
         int64_t below = 0, within = 0, got = 0;
-        if (size > EC_SELECT_AT_ONCE)
+        if (size > few)
             got = ec_select_sample(f, least, most, size / 4 < EC_SELECT_SAMPLE ? size / 4 : EC_SELECT_SAMPLE, &drawn, sample);
         const int bracketed = got >= EC_SELECT_LEAST;
         if (bracketed) {

@@ -12,12 +12,7 @@
 
 #include <stdint.h>
 
-#include "ec_isa.h"
 #include "ec_select.h"
-
-#if EC_HAS_AVX2_CLONE
-#include <immintrin.h>
-#endif
 
 #define EC_AHEAD 16           /* prefetch distance of look-ups and of the policy's list */
 #define EC_BURY_COST 64       /* a key taken away costs as much as this many places looked at */
@@ -41,54 +36,16 @@ static int ec_pass_slots(ec_side *s, ec_part *p, int64_t step, int64_t *budget) 
     return EC_OK;
 }
 
-/* Which of 64 timestamps are below the cut-off, a bit each. A clone of either kind reads timestamps and nothing else, so
- * that a run without any dead costs one look at this column. */
-EC_INLINE uint64_t ec_pass_old_baseline(const int64_t *last, int64_t cutoff) {
-    uint64_t old = 0;
-    for (int i = 0; i < 64; i++) old |= (uint64_t)(last[i] < cutoff) << i;
-    return old;
-}
-
-static __attribute__((noinline)) void ec_pass_words_baseline(const int64_t *last, int64_t words, int64_t cutoff, uint64_t *old) {
-    for (int64_t i = 0; i < words; i++) old[i] = ec_pass_old_baseline(last + 64 * i, cutoff);
-}
-
-#if EC_HAS_AVX2_CLONE
-static __attribute__((noinline)) EC_TARGET_AVX2 void ec_pass_words_avx2(const int64_t *last, int64_t words, int64_t cutoff, uint64_t *old) {
-    const __m256i limit = _mm256_set1_epi64x(cutoff);
-    for (int64_t i = 0; i < words; i++, last += 64) {
-        uint64_t bits = 0;
-        for (int j = 0; j < 16; j++) {
-            const __m256i below = _mm256_cmpgt_epi64(limit, _mm256_loadu_si256((const __m256i *)(last + 4 * j)));
-            bits |= (uint64_t)_mm256_movemask_pd(_mm256_castsi256_pd(below)) << 4 * j;
-        }
-        old[i] = bits;
-    }
-}
-#else
-#define ec_pass_words_avx2 ec_pass_words_baseline
-#endif
-
-/* Which of 64 rows, of those with a bit in `old`, are live and not resident. */
-static inline uint64_t ec_pass_at_home(const uint8_t *flags, uint64_t old) {
-    uint64_t found = 0;
-    for (; old; old &= old - 1) {
-        const int i = __builtin_ctzll(old);
-        found |= (uint64_t)((flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE) << i;
-    }
-    return found;
-}
-
 /* Host rows `first` .. first + n - 1, of one extent, that are not resident and below the cut-off. Returns how many. */
 static inline int64_t ec_pass_candidates(const ec_table *t, int64_t first, int64_t n, int64_t cutoff, int avx2, int64_t *found) {
     const uint8_t *flags = ec_table_flags(t, first);
     const int64_t *last = ec_table_ts(t, first);
     uint64_t old[EC_EXTENT_ROWS / 64];
     int64_t got = 0;
-    EC_CLONE_OF(ec_pass_words, avx2)(last, n / 64, cutoff, old);
+    EC_CLONE_OF(ec_old_words, avx2)(last, n / 64, cutoff, old);
     for (int64_t word = 0; word < n / 64; word++) {
         if (!old[word]) continue;
-        for (uint64_t rest = ec_pass_at_home(flags + 64 * word, old[word]); rest; rest &= rest - 1)
+        for (uint64_t rest = ec_old_at_home(flags + 64 * word, old[word]); rest; rest &= rest - 1)
             found[got++] = first + 64 * word + __builtin_ctzll(rest);
     }
     for (int64_t i = n / 64 * 64; i < n; i++)
@@ -190,8 +147,8 @@ static void ec_pass_share(ec_work *w) {
 /* The cut-off for rows: `cutoff`, or a lower one so that keep_min rows survive; rows that are equally recent stay together.
  *
  * The search for survivors ends when it has found enough of them, so as long as the table is healthy it costs about
- * keep_min places. Where the floor binds, every place is looked at twice, in this step: 20 ms for 1 M slots and 1 M rows
- * (bench_sweep; busy machine). */
+ * keep_min places. Where the floor binds, every place is looked at twice, in this step: 18 ms for 1 M slots and 3 M rows of
+ * which 1 % are old, 50 ms where 40 % are (CPU; busy machine). */
 static int ec_floor(const ec_work *w, int64_t t, int64_t cutoff, int64_t *floored) {
     int64_t missing = w->sides[t].filter->rule.keep_min, doomed = 0;
     ec_field field;
@@ -270,8 +227,8 @@ static int ec_kill_lowest(ec_work *w, const ec_field *field, int64_t size, int64
 
 /* Decays every score (by counting sweeps: no row is touched), and evicts the share of the rows, and of the waiting keys,
  * that have the lowest ones; ties by key. All of it in this step: which ones these are depends on all of them. Each
- * place is looked at three times: 1 M slots and 1 M rows took 52 ms where 1 % went and 67 ms where 10 % did (bench_sweep;
- * busy machine). */
+ * place is looked at three times: 1 M slots and 3 M rows took 62 ms where 1 % went and 84 to 124 ms where 10 % did (CPU; busy
+ * machine). */
 static int ec_sweep_scores(ec_work *w, int64_t t) {
     ec_side *s = &w->sides[t];
     ec_part *p = &w->parts[t];

@@ -227,6 +227,25 @@ def test_the_floor_of_a_large_table_whatever_the_sample_says(bracket, keep):
     assert (table.find(keys) >= 0).tolist() == (last >= oldest).tolist()
 
 
+@pytest.mark.parametrize("isa", ["baseline", "auto"])
+def test_the_floor_where_few_of_many_rows_are_old(isa):
+    """They are gathered without a sample: one place in 64 at most, and more than 4,096."""
+    rng = np.random.default_rng(7)
+    n, old, keep = 300_000, 4_500, 298_001
+    manager, table = make(64, evict_threshold=1, evict_step_interval=1000, evict_keep_min=keep)
+    _set_isa(manager, isa)
+    keys = rng.permutation(n)
+    last = np.full(n, 5)
+    last[rng.choice(n, old, replace=False)] = rng.integers(-(10**12), 0, old)
+    counts = np.ones(n, np.int64)
+    counts[last == 5] = rng.integers(0, 2, n - old)  # some rows are the user's and have no counters
+    table.write_columns(table.insert(keys), counts, last)
+    manager.start_at(999)
+    run(manager, [n], [5])
+    oldest = np.sort(last)[-keep]
+    assert np.array_equal(table.find(keys) >= 0, last >= oldest)
+
+
 # ------------------------------------------------------------------------------------------------- pins, undo, rows by hand
 
 

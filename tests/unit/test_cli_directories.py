@@ -161,7 +161,9 @@ def test_managers_and_table_directories_read_each_others_checkpoints(
     import embcache as ec
 
     def model(directory: Path | None = None) -> Any:
-        rule = ec.AdmitAndEvictConfig(2, evict_threshold=5, evict_step_interval=2, time_source="step", sketch_bytes=1024)
+        rule = ec.AdmitAndEvictConfig(
+            2, evict_threshold=5, evict_step_interval=2, time_source="step", sketch_bytes=1024
+        )
         table = ec.TableConfig("items", 4, ["f"], admit_and_evict=rule, directory=directory and str(directory))
         ebc = ec.EmbeddingBagCollection([table], optimizer=Adagrad(lr=0.1, initial_accumulator_value=0.5))
         return torch.nn.ModuleDict({"deep": torch.nn.ModuleDict({"ebc": ebc})}), ebc

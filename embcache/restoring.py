@@ -18,7 +18,7 @@ from ._core.table import Table
 from .checkpoint import Reader, RestoreReport, TableDescription, fill, holding, row_batches
 from .errors import ConfigError, CorruptionError
 from .filterfile import SKETCHES, meaning, merged_numbers, sketch_name
-from .saving import describe, doors_of, path_of
+from .saving import check_names, describe, doors_of, path_of
 from .values import decode
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def restore_managers(
     report, for the caller to load.
     """
     where = path_of(path)
+    check_names(managers)
     with doors_of(managers):
         for manager in managers.values():
             manager.check_between_steps("restore")

@@ -31,7 +31,7 @@ from .values import encode
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
 
-__all__ = ["Saving", "describe", "doors_of", "path_of", "save_managers"]
+__all__ = ["Saving", "check_names", "describe", "doors_of", "path_of", "save_managers"]
 
 LOG = logging.getLogger("embcache")
 
@@ -89,6 +89,19 @@ class Saving(Future[int]):
 def stored_name(module: str, table: str) -> str:
     """What a checkpoint calls a table of a collection at that path of a model; a manager alone has none."""
     return f"{module}/{table}" if module else table
+
+
+def check_names(managers: Mapping[str, EmbCacheManager]) -> None:
+    """`ConfigError` where tables of two collections would have one name in a checkpoint: module paths and tables may hold a ``/``."""
+    owners: dict[str, str] = {}
+    for module, manager in managers.items():
+        for table in manager.layout.names:
+            name = stored_name(module, table)
+            if name in owners:
+                raise ConfigError(
+                    f"collections {owners[name]!r} and {module!r} have tables that a checkpoint both calls {name!r}; rename one"
+                )
+            owners[name] = module
 
 
 def describe(manager: EmbCacheManager, t: int, module: str) -> TableDescription:
@@ -158,6 +171,7 @@ def save_managers(
 ) -> int | Saving:
     """Write one generation of all `managers`, by module path; see `EmbCacheManager.save`. `model` is a dense state_dict."""
     where = path_of(path)
+    check_names(managers)
     most = None if keep is None else whole_number(keep)
     if keep is not None and (most is None or most < 1):
         raise ConfigError(f"keep = {shown(keep)}; give the number of generations to keep, at least 1, or None for all")
@@ -204,7 +218,7 @@ def _base(
     if saved[0][1] is None:
         return None, set()
     _, parent, created, _ = saved[0][1]
-    if any(one != (where, parent, created, module) for module, one in saved):
+    if created is None or any(one != (where, parent, created, module) for module, one in saved):
         return None, set()
     present = {one.generation: one for one in generations(where)}
     if parent not in present:

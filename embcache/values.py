@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch.nn.parameter import is_lazy
 
 from .errors import ConfigError, CorruptionError
 
@@ -72,7 +73,7 @@ class _Encoder:
         if isinstance(value, torch.Tensor):
             return {"x": self.tensor(value, where)}
         if isinstance(value, (np.ndarray, np.generic)):
-            return {"a": self.array(np.asarray(value), where)}
+            return {"a": self.array(np.asanyarray(value), where)}
         if isinstance(value, (bytes, bytearray)):
             return {"b": base64.b64encode(value).decode()}
         raise ConfigError(
@@ -88,14 +89,21 @@ class _Encoder:
         return key
 
     def tensor(self, tensor: torch.Tensor, where: str) -> str:
-        if tensor.dtype not in TENSORS or tensor.layout is not torch.strided:
+        if is_lazy(tensor) or tensor.is_meta:
+            raise ConfigError(f"{self.owner}{where}: a tensor without values; run the model once, or leave it out")
+        if tensor.dtype not in TENSORS or tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else tensor.layout
             raise ConfigError(
-                f"{self.owner}{where}: a tensor of {tensor.dtype}, {tensor.layout}; give a dense one of a plain type"
+                f"{self.owner}{where}: a tensor of {tensor.dtype}, {layout}; give a dense one of a plain type"
             )
-        return self.put(tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+        return self.put(
+            tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        )
 
     def array(self, array: np.ndarray, where: str) -> str:
         kind = array.dtype.newbyteorder("=")
+        if isinstance(array, np.ma.MaskedArray):
+            raise ConfigError(f"{self.owner}{where}: a masked array; give its data and its mask, as two arrays")
         if kind not in ARRAYS:
             raise ConfigError(f"{self.owner}{where}: an array of {array.dtype}; give one of numbers or booleans")
         return self.put(torch.from_numpy(np.array(array, kind, order="C")))
@@ -115,7 +123,11 @@ def encode(value: Any, owner: str) -> tuple[bytes, bytes]:
         A part of it cannot be saved; the message says which.
     """
     encoder = _Encoder(owner)
-    text = json.dumps(encoder.value(value, ""), separators=(",", ":")).encode("utf-8", "surrogatepass")
+    body = encoder.value(value, "")
+    try:
+        text = json.dumps(body, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    except ValueError as error:  # Python refuses to write integers of thousands of digits
+        raise ConfigError(f"{owner}: an integer is too long ({error}); give it as bytes") from None
     return text, save_tensors(encoder.parts) if encoder.parts else b""
 
 

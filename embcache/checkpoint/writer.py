@@ -119,7 +119,11 @@ class Writer:
         clock: Callable[[], float] = time.time,
         most_segment_bytes: int = MOST_SEGMENT_BYTES,
     ) -> None:
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = os.path.abspath(os.fsdecode(path))
+        if self.path.encode("utf-8", "replace") != os.fsencode(self.path):
+            raise ConfigError(
+                f"Writer: path = {self.path!r} is not UTF-8, as LMDB wants it; give a directory of another name"
+            )
         self.rank, self.world = check_rank("Writer", rank, world)
         size = whole_number(chunk_bytes)
         if size is None or not 1 << 16 <= size <= 64 << 20:

@@ -444,3 +444,9 @@ def test_a_file_with_no_room_is_refused_before_anything_is_written(tmp_path: Pat
     with Writer(tmp_path) as writer, pytest.raises(StorageError, match="does not fit"):
         writer.begin(expected_bytes=1 << 60)
     assert os.listdir(tmp_path / "rank-0000") == ["LOCK"]
+
+
+def test_a_name_that_is_no_utf8_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        Writer(os.fsencode(tmp_path) + b"/\xff")
+    assert not list(tmp_path.iterdir())

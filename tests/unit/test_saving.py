@@ -266,6 +266,13 @@ def test_a_whole_optimizer_comes_back() -> None:
     assert list(back["m"]) == ["weight", "bias"]
 
 
+def test_views_that_are_conjugate_or_negative_come_back_with_their_values() -> None:
+    conjugate = torch.tensor([1 + 2j, 3j]).conj()
+    back = decode(*encode([conjugate, conjugate.imag], "state"), "state")
+    assert torch.equal(back[0], conjugate) and back[1].tolist() == [-2.0, -3.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "value",
     [
@@ -276,6 +283,11 @@ def test_a_whole_optimizer_comes_back() -> None:
         torch.ones(2).to_sparse(),
         {"a": {1, 2}},
         np.datetime64("now"),
+        np.ma.MaskedArray([1, 2], mask=[True, False]),
+        [10**5000],
+        torch.empty(2, device="meta"),
+        torch.nn.parameter.UninitializedParameter(),
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
     ],
 )
 def test_what_cannot_be_saved_is_named(value: Any) -> None:

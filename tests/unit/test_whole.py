@@ -139,6 +139,20 @@ def test_a_model_without_a_collection_and_a_checkpoint_without_a_dense_part(tmp_
         ec.restore(wrapped, tmp_path)
 
 
+def test_two_tables_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
+    model = nn.ModuleDict(
+        {
+            "a": ec.EmbeddingBagCollection([ec.TableConfig("b/c", 4)]),
+            "a/b": ec.EmbeddingBagCollection([ec.TableConfig("c", 4)]),
+        }
+    )
+    with pytest.raises(ec.ConfigError, match="both calls 'a/b/c'"):
+        ec.save(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ec.ConfigError, match="both calls 'a/b/c'"):
+        ec.restore(model, tmp_path)
+
+
 class _Wrapped(nn.Module):
     """A dense part beside a collection that was saved alone."""
 

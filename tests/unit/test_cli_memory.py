@@ -62,6 +62,7 @@ def peak(folder: Path, *arguments: str, code: int = 0) -> int:
     return 1024 * int(done.stderr.split("VmHWM:")[1].split()[0])
 
 
+@pytest.mark.skipif("ASAN_OPTIONS" in os.environ, reason="a sanitizer's own memory is in the figure")
 @pytest.mark.timeout(900)
 def test_every_command_takes_a_third_of_the_table_at_most(folder: Path) -> None:
     steps: list[tuple[str, ...]] = [

@@ -69,6 +69,7 @@ def train_until_killed(arguments: Sequence[str], folder: str, step: int) -> None
     """Run the demo with these arguments in a process of its own, which saves into `folder` and is killed after `step`."""
     script = str(Path(__file__).with_name("flights.py"))
     command = [sys.executable, script, *arguments, "--save", folder, "--kill-at", str(step)]
-    ran = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}  # it finds its neighbours
+    ran = subprocess.run(command, env=own, stdout=subprocess.DEVNULL, check=False)
     if ran.returncode != -signal.SIGKILL:
         raise SystemExit(f"the process that was to be killed after step {step} ended with {ran.returncode}")

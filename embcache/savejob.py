@@ -14,7 +14,6 @@ Should the save fail, the tables get their changes back, and the next delta has 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -23,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._core.cut import CHANGED, IN, Cut, changed_rows, next_period, touched_rows, trained_step
-from .checkpoint import TableDescription, Writer, batches_of_rows, prune
-from .errors import ConfigError, EmbCacheError, StorageError
+from .checkpoint import TableDescription, Writer, batches_of_rows, prune_after
+from .errors import EmbCacheError
 from .filterfile import SKETCHES, meaning, sketch_name
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "SaveJob"]
 
-LOG = logging.getLogger("embcache")
 KEPT_BYTES = 256 << 20
 PIECE_ROWS = 1024  # about half a millisecond inside the door
 PAUSE_S = 50e-6  # what a thread that waits at the door takes to wake up
@@ -187,6 +185,7 @@ class SaveJob:
         self.generation = 0
         self.rows = 0
         self.rows_written = 0
+        self.not_pruned: Exception | None = None
         self.done = threading.Event()
         self._values: dict[str, tuple[bytes, bytes]] = {}
         self._room = threading.Condition()  # guards what follows
@@ -318,18 +317,10 @@ class SaveJob:
             for module, manager in self.managers.items():
                 with manager.door:
                     manager.note_saved(self.path, self.generation, module)
-            self._prune()
+            self.not_pruned = prune_after(self.path, self.keep, self.generation)
             return self.generation
         finally:
             self.close()
-
-    def _prune(self) -> None:
-        if self.keep is None:
-            return
-        try:
-            prune(self.path, self.keep)
-        except (StorageError, ConfigError) as error:  # what was asked for is saved; only space is not given back
-            LOG.warning("generation %d is saved, but older ones could not be pruned: %s", self.generation, error)
 
     def close(self) -> None:
         """The end, either way: nobody waits for it any more."""

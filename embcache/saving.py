@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import TableDescription, delta_pays, generations
-from .errors import ConfigError, shown, whole_number
+from .checkpoint import TableDescription, delta_pays, generations, number_to_keep
+from .errors import ConfigError, shown
 from .savejob import Part, SaveJob
 from .table import initializer_spec
 from .values import encode
@@ -47,6 +47,8 @@ class Saving(Future[int]):
         Its number; there is no such generation before the save is done.
     progress : tuple of int
         Rows written, and rows in all.
+    not_pruned : Exception or None
+        Why older generations than `keep` said could not be removed, where that is so: it is logged besides, and no failure.
     """
 
     def __init__(self, job: SaveJob) -> None:
@@ -64,6 +66,11 @@ class Saving(Future[int]):
     def progress(self) -> tuple[int, int]:
         """Rows that have been written, and rows in all."""
         return self._job.rows_written, self._job.rows
+
+    @property
+    def not_pruned(self) -> Exception | None:
+        """What went wrong when older generations were to go, after this one was saved; None where nothing did."""
+        return self._job.not_pruned
 
     def result(self, timeout: float | None = None) -> int:
         """The generation, once it is durable. `ForkError` in a forked child, where nobody writes it."""
@@ -172,9 +179,7 @@ def save_managers(
     """Write one generation of all `managers`, by module path; see `EmbCacheManager.save`. `model` is a dense state_dict."""
     where = path_of(path)
     check_names(managers)
-    most = None if keep is None else whole_number(keep)
-    if keep is not None and (most is None or most < 1):
-        raise ConfigError(f"keep = {shown(keep)}; give the number of generations to keep, at least 1, or None for all")
+    most = number_to_keep(keep)
     values = {"state": encode(state, "state")}
     if model is not None:
         values["model"] = encode(model, "the model's state_dict()")

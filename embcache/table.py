@@ -369,8 +369,8 @@ class EmbTable:
             directory=directory,
         )
         self._owner, self._kind = owner, kind
-        self._saved: tuple[str, int] | None = None  # the generation that a delta would change
-        self.saved_created: float | None = None  # and when it was made
+        # The generation that a delta would change: path, number, and when it was made.
+        self._saved: tuple[str, int, float | None] | None = None
         if directory is not None:
             self._closer = weakref.finalize(self, _close_dropped, self._core)
 
@@ -557,13 +557,19 @@ class EmbTable:
     @property
     def saved(self) -> tuple[str, int] | None:
         """(path, generation) that this table was last saved at or restored from; None before."""
-        return self._saved
+        return None if self._saved is None else self._saved[:2]
+
+    @property
+    def saved_created(self) -> float | None:
+        """When that generation was made; None where nobody knows."""
+        return None if self._saved is None else self._saved[2]
 
     def note_saved(self, path: str, generation: int, created: float | None, core: Table | None = None) -> None:
         """For the checkpoint: these are what a delta would change; `core` takes the place of the rows."""
-        self._saved, self.saved_created = (path, generation), created
         if core is not None:
+            self._saved = None  # should a signal come in between, the next delta is a full one
             self._core = core
+        self._saved = path, generation, created
 
     @property
     def description(self) -> TableDescription:

@@ -38,12 +38,15 @@ class Checkpoints:
         Steps from one save to the next.
     kill_at : int, optional
         After this step the process kills itself with SIGKILL, which nothing can catch or clean up after.
+    saving : embcache.Saving, optional
+        The save that is being written. What it has failed with is raised before the next one begins, and by `finish`.
     """
 
     save_to: Path | None = None
     resume_from: Path | None = None
     every: int = 25
     kill_at: int | None = None
+    saving: ec.Saving | None = None
 
     def resume(self, model: torch.nn.Module, dense: torch.optim.Optimizer, setting: Setting) -> int:
         """Restore model and optimizers if there is a run to go on with; returns the number of steps that have trained."""
@@ -60,9 +63,16 @@ class Checkpoints:
         """Save if it is time to, and die if it is."""
         if self.save_to is not None and step % self.every == 0:
             state = {"steps": step, "dense": dense.state_dict(), "setting": asdict(setting)}
-            ec.save(model, self.save_to, delta=True, background=True, state=state, keep=KEPT)
+            self.finish()
+            self.saving = ec.save(model, self.save_to, delta=True, background=True, state=state, keep=KEPT)
         if step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def finish(self) -> None:
+        """Wait for the save that is being written; raises what it has failed with: a run that is not saved should say so."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
 
 
 def train_until_killed(arguments: Sequence[str], folder: str, step: int) -> None:

@@ -106,6 +106,7 @@ def run_embcache(
         return stats["hits"] / max(stats["hits"] + stats["misses"], 1)
 
     seconds, lookups = _train(name, model, embed, [dense, ebc.optimizer], train, setting, hit_rate, first, after_step)
+    checkpoints.finish()
     stats = ebc.manager.stats()
     share = hit_rate()
     ebc.eval()

@@ -37,7 +37,7 @@ from __future__ import annotations
 from .description import TableDescription
 from .emb_table import holding, restore_emb_table, save_emb_table
 from .files import Files
-from .generations import GenerationInfo, created_of, delta_pays, generations, prune
+from .generations import GenerationInfo, created_of, delta_pays, generations, number_to_keep, prune, prune_after
 from .manifest import publish
 from .names import next_generation, vshards_of
 from .reader import FilterState, Reader, Rows
@@ -62,7 +62,9 @@ __all__ = [
     "generations",
     "holding",
     "next_generation",
+    "number_to_keep",
     "prune",
+    "prune_after",
     "publish",
     "put_rows",
     "restore_emb_table",

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._core.table import Table
 from ..errors import ConfigError, CorruptionError
-from .generations import created_of, delta_pays, prune
+from .generations import created_of, delta_pays, number_to_keep, prune_after
 from .reader import Reader
 from .snapshot import RestoreReport, fill, row_batches, save_table
 from .writer import Writer
@@ -30,7 +30,7 @@ def save_emb_table(
     keep: int | None = None,
 ) -> int:
     """See `EmbTable.save`."""
-    core, description = table.core, table.description
+    core, description, most = table.core, table.description, number_to_keep(keep)
     where = os.path.realpath(os.fspath(path))
     full_bytes = len(core) * description.row_bytes
     parent = _parent(table, where, full_bytes) if delta else None
@@ -41,12 +41,12 @@ def save_emb_table(
             writer.write_state(name, content)
         writer.commit()
         writer.publish()
-    core.mark_saved(version)  # where it changed since, what was saved is counted as changed: a waste, no fault
+    # In this order: should a signal come in between, the next delta holds too much and never too little.
     table.note_saved(where, generation, created_of(where, generation))
+    core.mark_saved(version)  # where it changed since, what was saved is counted as changed: a waste, no fault
     if core.directory is not None:
         core.directory.note_checkpoint(f"generation {generation} of {where}")
-    if keep is not None:
-        prune(where, keep)
+    prune_after(where, most, generation)
     return generation
 
 

@@ -6,18 +6,37 @@ delta needs is kept with it. Whatever cannot be removed now, since a writer is a
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
-from ..errors import ConfigError, CorruptionError, FormatVersionError, LockedError, shown, whole_number
+from ..errors import (
+    ConfigError,
+    CorruptionError,
+    EmbCacheError,
+    FormatVersionError,
+    LockedError,
+    shown,
+    whole_number,
+)
 from . import catalogue
 from .files import Files, refusals
 from .lock import RankLock
 from .manifest import Manifest, read_manifest
 from .names import generations_in_rank, manifest_name, published, rank_name, ranks
 
-__all__ = ["GenerationInfo", "chain_of", "created_of", "delta_pays", "generations", "prune"]
+__all__ = [
+    "GenerationInfo",
+    "chain_of",
+    "created_of",
+    "delta_pays",
+    "generations",
+    "number_to_keep",
+    "prune",
+    "prune_after",
+]
 
+LOG = logging.getLogger("embcache")
 _MOST_DELTAS = 256
 
 
@@ -106,14 +125,17 @@ def created_of(path: str, generation: int) -> float | None:
 
 
 def delta_pays(
-    path: str, parent: int, delta_bytes: int, full_bytes: int, *, created: float | None = None, world: int = 1
+    path: str, parent: int, delta_bytes: int, full_bytes: int, *, created: float | None, world: int = 1
 ) -> bool:
     """Whether a delta of `delta_bytes` on `parent` is possible, and better than a new full generation of `full_bytes`.
 
     A restore reads the whole chain, so deltas pay until they come to as much as a full generation costs. None depends on what is
     damaged or gone, on a generation that has taken the parent's number (it was made at another time than `created`), or on one
-    of another number of writers than `world`.
+    of another number of writers than `world`. `created` is what `created_of` said when the parent was saved or restored: where it
+    said nothing, nobody knows whether the parent is still the same, and none depends on it either.
     """
+    if created is None:
+        return False
     try:
         chain = chain_of(path, parent)
         for manifest in chain:
@@ -121,10 +143,35 @@ def delta_pays(
                 part.check_lengths(path, manifest.generation)
     except (CorruptionError, ConfigError, FormatVersionError):
         return False
-    if chain[0].world != world or created not in (None, chain[0].created):
+    if chain[0].world != world or created != chain[0].created:
         return False
     deltas = chain[:-1]
     return len(deltas) < _MOST_DELTAS and sum(manifest.bytes for manifest in deltas) + delta_bytes <= full_bytes
+
+
+def number_to_keep(keep: object) -> int | None:
+    """`keep` of a save: how many generations, None for all. `ConfigError` for anything else."""
+    number = None if keep is None else whole_number(keep)
+    if keep is not None and (number is None or number < 1):
+        raise ConfigError(f"keep = {shown(keep)}; give the number of generations to keep, at least 1, or None for all")
+    return number
+
+
+def prune_after(path: str, keep: int | None, generation: int) -> Exception | None:
+    """`prune` once `generation` is saved, where `keep` says how many shall stay; returns what has gone wrong.
+
+    What was asked for is saved, so trouble with older ones is logged, not raised: it costs space, and the next save tries again.
+    Damage is logged as an error: whoever restores an older generation would meet it.
+    """
+    if keep is None:
+        return None
+    try:
+        prune(path, keep)
+    except (EmbCacheError, OSError, MemoryError) as error:
+        level = logging.ERROR if isinstance(error, CorruptionError) else logging.WARNING
+        LOG.log(level, "generation %d is saved, but older ones at %s could not be pruned: %s", generation, path, error)
+        return error
+    return None
 
 
 def prune(path: str | os.PathLike[str], keep: int, *, files: Files | None = None) -> list[int]:
@@ -152,16 +199,16 @@ def prune(path: str | os.PathLike[str], keep: int, *, files: Files | None = None
     number = whole_number(keep)
     if number is None or number < 1:
         raise ConfigError(f"prune: keep = {shown(keep)}; give an integer >= 1")
-    held = published(path)
-    needed = set(held[-number:])
-    for generation in held[-number:]:
-        try:
-            needed.update(manifest.generation for manifest in chain_of(path, generation))
-        except (CorruptionError, ConfigError, FormatVersionError):
-            needed.update(held)  # what a damaged generation needs is not known: nothing older goes
-            break
-    gone = [generation for generation in held if generation not in needed]
     with refusals(path, "pruning generations"):
+        held = published(path)
+        needed = set(held[-number:])
+        for generation in held[-number:]:
+            try:
+                needed.update(manifest.generation for manifest in chain_of(path, generation))
+            except (CorruptionError, ConfigError, FormatVersionError):
+                needed.update(held)  # what a damaged generation needs is not known: nothing older goes
+                break
+        gone = [generation for generation in held if generation not in needed]
         for generation in reversed(gone):
             files.sync_folder(path)  # a delta is gone for good before its parent goes
             files.unlink(os.path.join(path, manifest_name(generation)))
@@ -169,9 +216,8 @@ def prune(path: str | os.PathLike[str], keep: int, *, files: Files | None = None
             files.sync_folder(path)
             for rank in ranks(path):
                 _unlink_files(os.path.join(path, rank_name(rank)), set(gone), files)
-    if gone:
-        for rank in ranks(path):
-            _forget(os.path.join(path, rank_name(rank)), needed, files)
+            for rank in ranks(path):
+                _forget(os.path.join(path, rank_name(rank)), needed, files)
     return gone
 
 

@@ -20,14 +20,15 @@ __all__ = ["add"]
 
 _COMPACT = """\
 Write the newest generation that holds (or CHECKPOINT@GENERATION) as one full generation: deltas are merged, what was pruned
-or overwritten gives its space back. With TARGET into a new checkpoint; without, the checkpoint itself is replaced by it, in
-one step and once it is whole and verified, and holds this generation alone. The number of writers stays."""
+or overwritten gives its space back. With TARGET into a new checkpoint; without, and with --force, the checkpoint itself is
+replaced by it, in one step and once it is whole and verified: it holds this generation alone then, all others are gone. The
+number of writers stays."""
 
 _RESHARD = """\
 Write the newest generation that holds (or CHECKPOINT@GENERATION) as one full generation of so many writers, each with its
 share of the vshards. Restoring into any number of ranks needs no resharding; it saves those that read chunks of others. With
-TARGET into a new checkpoint; without, the checkpoint itself is replaced, in one step and once the new one is whole and
-verified. Of what writers have said themselves (metadata), writer r of the new ones repeats what r modulo the old number said; of
+TARGET into a new checkpoint; without, and with --force, the checkpoint itself is replaced, in one step and once the new one is
+whole and verified: it holds this generation alone then, all others are gone. Of what writers have said themselves (metadata), writer r of the new ones repeats what r modulo the old number said; of
 a filter's clocks and cut-offs all have the furthest."""
 
 _FILTER_KEYS = 2 << 20  # that are in memory at a time
@@ -41,10 +42,12 @@ def add(commands: Any) -> None:
     ):
         one: argparse.ArgumentParser = commands.add_parser(name, help=short, description=about)
         one.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or CHECKPOINT@GENERATION")
-        one.add_argument("target", metavar="TARGET", nargs="?", help="the checkpoint to make (default: itself)")
+        one.add_argument(
+            "target", metavar="TARGET", nargs="?", help="the checkpoint to make (default: itself, with --force)"
+        )
         if name == "reshard":
             one.add_argument("--writers", metavar="N", type=int, required=True, help="how many, 1 to 4096")
-        one.add_argument("--force", action="store_true", help="replace what is at TARGET, once the new one is whole")
+        one.add_argument("--force", action="store_true", help="replace what is there, once the new one is whole")
         one.set_defaults(run=run, writers=None, doing=name)
 
 
@@ -57,8 +60,13 @@ def run(given: argparse.Namespace, output: Output) -> int:
     path = os.path.realpath(path)
     if given.target is not None:
         check_apart(path, given.target)
+    elif not given.force:
+        raise ConfigError(
+            f"{path}: would be replaced by one full generation, and its {len(published(path))} present ones would go; give a TARGET, or "
+            "--force to replace it once the new one is whole"
+        )
     # In place: locked before it is looked at, so that no generation that comes in between is lost.
-    with replacing(given.target or path, CHECKPOINT, given.force or given.target is None) as content:
+    with replacing(given.target or path, CHECKPOINT, given.force) as content:
         with Reader(path, generation, check="catalogue") as reader:
             if reader.skipped and given.target is None:
                 raise CorruptionError(

@@ -21,7 +21,7 @@ from children import Say, folder_in_memory, run_child
 from trained import Truth, model, step
 
 from embcache import savejob
-from embcache.checkpoint import Files, Writer, generations, prune, verify
+from embcache.checkpoint import Files, Writer, generations, prune, prune_after, verify
 from embcache.errors import StorageError
 from promises.resuming import digest
 
@@ -53,7 +53,7 @@ class Interrupted(Files):
 def through(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have managers save through these calls."""
     monkeypatch.setattr(savejob, "Writer", lambda path: Writer(path, files=files))
-    monkeypatch.setattr(savejob, "prune", lambda path, keep: prune(path, keep, files=files))
+    monkeypatch.setitem(prune_after.__globals__, "prune", lambda path, keep: prune(path, keep, files=files))
 
 
 def resumed(path: Path) -> tuple[Any, int]:

@@ -16,6 +16,7 @@ from embcache.checkpoint import (
     Reader,
     TableDescription,
     Writer,
+    created_of,
     delta_pays,
     generations,
     next_generation,
@@ -299,7 +300,10 @@ def test_pruning_keeps_what_kept_deltas_need(tmp_path: Path) -> None:
     for bad in (0, -1, True, "2", None):
         with pytest.raises(ConfigError, match="keep"):
             prune(tmp_path, bad)  # type: ignore[arg-type]
-    assert delta_pays(str(tmp_path), 6, 0, 10_000) and not delta_pays(str(tmp_path), 7, 4096, 10_000)
+    six, seven = (created_of(str(tmp_path), number) for number in (6, 7))
+    assert delta_pays(str(tmp_path), 6, 0, 10_000, created=six)
+    assert not delta_pays(str(tmp_path), 7, 4096, 10_000, created=seven)
+    assert not delta_pays(str(tmp_path), 6, 0, 10_000, created=None)  # which generation 6 was meant is not known
 
 
 def test_the_catalogue_does_not_grow_with_pruned_generations(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embcache.checkpoint import FilterState, Reader, TableDescription, Writer, publish, vshards_of
+from embcache.checkpoint import FilterState, Reader, TableDescription, Writer, generations, publish, vshards_of
 from embcache.cli import main
 from embcache.commands import copies, differences
 from embcache.commands.sources import vshards_of_keys, windows_of
@@ -107,7 +107,7 @@ def test_compacting_merges_deltas_and_keeps_every_bit(
     code, result = run(capsys, "compact", f"{tmp_path / 'one'}@2", tmp_path / "old")
     assert (code, result["generation"]) == (0, 5) and content(tmp_path / "old") == older
     size = result["bytes"]["before"]
-    code, result = run(capsys, "compact", tmp_path / "one")
+    code, result = run(capsys, "compact", tmp_path / "one", "--force")
     assert (code, result["generation"]) == (0, 4) and result["bytes"]["after"] < size
     assert content(tmp_path / "one") == before
     assert sorted(os.listdir(tmp_path)) == ["old", "one", "two"]
@@ -129,8 +129,21 @@ def test_resharding_gives_each_writer_its_vshards(
                 pass
             assert reader.stats["rows_read"] == reader.stats["rows_kept"]  # nobody reads what is another's
             assert reader.world_written == writers
-    assert run(capsys, "reshard", tmp_path / "one", "--writers", writers)[0] == 0
+    assert run(capsys, "reshard", tmp_path / "one", "--writers", writers, "--force")[0] == 0
     assert content(tmp_path / "one") == before
+
+
+def test_in_place_other_generations_go_only_where_that_was_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "one")
+    for command in (("compact",), ("reshard", "--writers", "2")):
+        code, result = run(capsys, command[0], tmp_path / "one", *command[1:])
+        assert (code, result["error"]["type"]) == (2, "ConfigError")
+        assert "its 4 present ones would go" in result["error"]["message"] and "--force" in result["error"]["message"]
+        assert len(generations(tmp_path / "one")) == 4 and sorted(os.listdir(tmp_path)) == ["one"]
+    assert run(capsys, "reshard", tmp_path / "one", "--writers", "2", "--force")[0] == 0
+    assert [one.generation for one in generations(tmp_path / "one")] == [4]
 
 
 def test_chunks_of_a_compacted_checkpoint_hold_neighbours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,21 +174,21 @@ def test_what_is_damaged_or_in_use_is_not_compacted_away(tmp_path: Path, capsys:
     write(tmp_path / "one", 1, 3)
     good = (tmp_path / "one" / "MANIFEST-0000000000000003").read_bytes()
     (tmp_path / "one" / "MANIFEST-0000000000000003").write_bytes(good[:100])
-    code, result = run(capsys, "compact", tmp_path / "one")
+    code, result = run(capsys, "compact", tmp_path / "one", "--force")
     assert (code, result["error"]["type"]) == (1, "CorruptionError") and "@2" in result["error"]["message"]
     code, result = run(capsys, "compact", tmp_path / "one", tmp_path / "two")
     assert (code, result["generation"]) == (1, 4)
     (tmp_path / "one" / "MANIFEST-0000000000000003").write_bytes(good)
     with Writer(tmp_path / "one") as writer:
         writer.begin()
-        code, result = run(capsys, "compact", tmp_path / "one")
+        code, result = run(capsys, "compact", tmp_path / "one", "--force")
         assert (code, result["error"]["type"]) == (3, LockedError.__name__)
     segment = tmp_path / "one" / "rank-0000" / "segment-0000000000000001-0000"
     damaged = bytearray(segment.read_bytes())
     damaged[4096 + 300] ^= 1
     segment.write_bytes(damaged)
     names = sorted(os.listdir(tmp_path / "one"))
-    assert run(capsys, "compact", tmp_path / "one")[0] == 1
+    assert run(capsys, "compact", tmp_path / "one", "--force")[0] == 1
     assert sorted(os.listdir(tmp_path / "one")) == names
     for arguments in (
         ("reshard", tmp_path / "one", "--writers", 0),

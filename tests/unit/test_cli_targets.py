@@ -223,7 +223,7 @@ def test_a_full_disk_at_any_size_leaves_the_old_one(tmp_path: Path) -> None:
     commands = [
         ["save", "one", "saved", "--force"],
         ["restore", "saved", "back"],
-        ["compact", "saved"],
+        ["compact", "saved", "--force"],
         ["export", "one", "file.npz", "--force"],
         ["export", "one", "file.npy", "--force"],
         ["export", "one", "file.safetensors", "--force"],
@@ -270,12 +270,12 @@ def test_compacting_in_place_killed_at_any_moment_leaves_the_same_rows(tmp_path:
         pid = os.fork()
         if pid == 0:
             try:
-                main(["compact", str(path)])
+                main(["compact", str(path), "--force"])
             finally:
                 os._exit(0)
         time.sleep(draw.random() * 0.15)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         assert rows() == wanted
-    assert main(["compact", str(path)]) == 0 and rows() == wanted
+    assert main(["compact", str(path), "--force"]) == 0 and rows() == wanted
     assert os.listdir(tmp_path) == ["saved"] and main(["verify", str(path)]) == 0

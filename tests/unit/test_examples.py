@@ -16,6 +16,7 @@ import flights
 import runs
 from clicks import Clicks, cross_keys, standardize
 from criteo import CATEGORIES, EMPTY_KEY, INTEGERS, load_criteo
+from embcache import savejob
 from nycflights import CROSSES, PLAIN, clicks_of_flights
 from scores import auc, log_loss
 from synthetic import make_clicks
@@ -339,6 +340,18 @@ def test_the_demo_saves_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "60 steps have trained" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="other options"):
         flights.main([*SMALL, "--seed", "1", "--resume", str(tmp_path)])
+
+
+def test_a_run_whose_save_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the background nobody waits for it: the next save, and the end of the run, must."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("the disk is gone")
+
+    for every in (20, 70):  # a later save follows, or none
+        monkeypatch.setattr(savejob.SaveJob, "_write_table", refuse)
+        with pytest.raises(OSError, match="the disk is gone"):
+            flights.main([*SMALL, "--save", str(tmp_path / str(every)), "--save-every", str(every)])
 
 
 def test_the_demo_fails_when_plain_pytorch_disagrees(

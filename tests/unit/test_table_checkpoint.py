@@ -11,10 +11,21 @@ import pytest
 
 from embcache._core.digest import hash_keys
 from embcache._core.table import Table, refuse_memory
-from embcache.checkpoint import Reader, TableDescription, Writer, fill, generations, row_batches, save_table, verify
+from embcache.checkpoint import (
+    Reader,
+    TableDescription,
+    Writer,
+    emb_table,
+    fill,
+    generations,
+    prune_after,
+    row_batches,
+    save_table,
+    verify,
+)
 from embcache.cli import main
 from embcache.config import Constant
-from embcache.errors import ChangedError, ConfigError, CorruptionError, HostMemoryError, ShapeError
+from embcache.errors import ChangedError, ConfigError, CorruptionError, HostMemoryError, ShapeError, StorageError
 from embcache.table import EmbTable
 
 Model = dict[int, tuple[bytes, bytes]]
@@ -217,7 +228,7 @@ def test_a_delta_is_a_full_one_where_its_parent_is_not_what_was_saved(
     table.insert(np.arange(1000))
     table.save(path)
     if what == "other writers":
-        assert main(["reshard", str(path), "--writers", "3"]) == 0
+        assert main(["reshard", str(path), "--writers", "3", "--force"]) == 0
         table.restore(path)
     elif what == "another checkpoint":
         with EmbTable("t", 4) as other:
@@ -226,7 +237,7 @@ def test_a_delta_is_a_full_one_where_its_parent_is_not_what_was_saved(
         os.rename(path, tmp_path / "c")
         os.rename(tmp_path / "b", path)
     elif what == "compacted":
-        assert main(["compact", str(path)]) == 0
+        assert main(["compact", str(path), "--force"]) == 0
     else:
         (segment,) = (path / "rank-0000").glob("segment-*")
         os.truncate(segment, segment.stat().st_size - 4096)
@@ -361,3 +372,42 @@ def test_rows_with_frequencies_stay_so(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="has no room for them"),
     ):
         backed.restore(tmp_path)
+
+
+def test_a_parent_whose_time_is_not_known_is_not_built_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest could not be read right after the save: nobody can tell the generation from another of its number."""
+    table = EmbTable("t", 4)
+    table.insert(np.arange(1000))
+    monkeypatch.setattr(emb_table, "created_of", lambda *_: None)
+    table.save(tmp_path)
+    table.erase([3])
+    assert table.saved == (os.path.realpath(tmp_path), 1) and table.saved_created is None
+    table.save(tmp_path, delta=True)
+    assert [one.kind for one in generations(tmp_path)] == ["full", "full"]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "x"), MemoryError(), StorageError(5, "x"), CorruptionError("damaged")])
+def test_trouble_with_older_generations_is_no_failure_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    table = EmbTable("t", 4)
+    table.insert(np.arange(10))
+    table.save(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setitem(prune_after.__globals__, "prune", refuse)
+    assert table.save(tmp_path, keep=1) == 2
+    (record,) = caplog.records
+    assert record.levelname == ("ERROR" if isinstance(error, CorruptionError) else "WARNING")
+    assert "generation 2 is saved, but older ones" in record.message
+    monkeypatch.undo()
+    assert table.save(tmp_path, keep=1) == 3
+    assert [one.generation for one in generations(tmp_path)] == [3]
+
+
+def test_how_many_to_keep_is_checked_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep = 0"):
+        EmbTable("t", 4).save(tmp_path, keep=0)
+    assert not list(tmp_path.iterdir())

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapMana
 from ._core.table import Table
 from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer
-from .checkpoint import RestoreReport, created_of
+from .checkpoint import created_of
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import backend_for
 from .door import Door
@@ -35,9 +34,9 @@ from .features import as_jagged_features
 from .filterfile import pack, unpack
 from .layout import FlatBatch, TableLayout
 from .optim import EmbOptimizer
-from .restoring import restore_managers
+from .savable import Savable
 from .savejob import SaveJob
-from .saving import Saving, doors_of, save_managers
+from .saving import doors_of
 from .swapinfo import SwapInfo
 from .table import initializer_spec
 from .view import TableView
@@ -54,7 +53,7 @@ COUNTERS = ("hits", "misses", "swap_in_rows", "swap_out_rows", "admitted", "reje
 GAUGES = ("capacity", "resident", "free", "pinned")
 
 
-class EmbCacheManager:
+class EmbCacheManager(Savable):
     """Tables in host memory, their hot rows in a device buffer, and the planner that moves rows between the two.
 
     Parameters
@@ -712,105 +711,8 @@ class EmbCacheManager:
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
-    @overload
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        delta: bool = False,
-        background: Literal[False] = False,
-        state: Any = None,
-        keep: int | None = None,
-    ) -> int: ...
-
-    @overload
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        delta: bool = False,
-        background: Literal[True],
-        state: Any = None,
-        keep: int | None = None,
-    ) -> Saving: ...
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        delta: bool = False,
-        background: bool = False,
-        state: Any = None,
-        keep: int | None = None,
-    ) -> int | Saving:
-        """Write a generation of a checkpoint: it is whole and durable when this returns, or absent.
-
-        It holds everything as of the last finished training batch, wherever that is: weights, optimizer state and step count,
-        learning rates, frequencies, timestamps, the filters with keys that wait. Batches that are planned and have not trained
-        (a window of accumulation too) are in it with nothing: after `restore` they are to be trained again.
-
-        Parameters
-        ----------
-        path : path
-            The checkpoint's directory, made where it is absent. Each save adds a generation.
-        delta : bool
-            Write only rows that have changed since the generation that this manager last saved or restored at `path`. A full
-            one is written where there is none, and where the deltas since the last full one have come to as much as one costs.
-        background : bool
-            Return as soon as the state to be written is fixed, and write it in a thread while training goes on.
-        state : optional
-            Your own, for `RestoreReport.state`: numbers, strings, None, bytes, arrays and tensors, in lists, tuples and dicts. (A
-            dense model's ``state_dict()``, the position in the data.)
-        keep : int, optional
-            Remove all but this many of the newest generations, and those that these need.
-
-        Returns
-        -------
-        int or Saving
-            The generation; in the background a future of it.
-
-        Raises
-        ------
-        ConfigError
-            `state` holds something that cannot be saved; nothing was written.
-        PlanError
-            A table has a filter, and a batch has finished before one that was planned earlier.
-        LockedError
-            Somebody else is saving there.
-        DiskFullError, StorageError
-            What was saved before is intact, and this manager as it was; the next delta holds what this one was to hold.
-        CorruptionError
-            The catalogue at `path` is damaged: save to another path.
-
-        Notes
-        -----
-        Batches may be planned and trained in other threads, and with `background` in this one, while it is written: what is
-        written is the state at the call. A second save, `restore`, `rebalance` and `close` wait for it.
-
-        Rows that training is about to change are copied out before, 256 MiB of them at most, then the next batch waits to be
-        planned; besides a save takes one byte for each host row. The filters' waiting keys are written whole in a delta too.
-        """
-        return save_managers(path, {"": self}, delta=delta, background=background, state=state, keep=keep)
-
-    def restore(self, path: str | os.PathLike[str], generation: int | None = None) -> RestoreReport:
-        """Take over a generation: the newest that holds, unless one is given. What the tables held before is gone.
-
-        A table that the checkpoint lacks starts anew, one that this manager lacks is passed over; the report says so. Tables are
-        filled beside the present ones and take their places in the end, so a failure leaves everything as it was. A table in files must
-        hold no row.
-
-        Raises
-        ------
-        ConfigError
-            No such checkpoint; or a table has another dim, dtype or optimizer there, or a filter whose counters mean
-            something else: the message says what to do.
-        CorruptionError
-            No generation, or not the given one, is as it was written.
-        PlanError
-            A plan is outstanding.
-        HostMemoryError, DiskFullError, StorageError
-        """
-        return restore_managers(path, {"": self}, generation)[0]
+    def saved_managers(self) -> dict[str, EmbCacheManager]:
+        return {"": self}
 
     def note_optimizer(self, optimizer: EmbOptimizer) -> None:
         """Say whose step count and hyper-parameters belong to the rows: they are saved and restored with them."""

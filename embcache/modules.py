@@ -7,7 +7,6 @@ whose backward updates the rows (`embcache.fused`). Any other forward only reads
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from .checkpoint import RestoreReport
 from .config import OptimizerSpec, TableConfig
 from .devices import GroupLookup
 from .errors import ConfigError, PlanError
@@ -24,7 +22,7 @@ from .fused import FusedUpdate
 from .layout import FlatBatch
 from .manager import DEFAULT_OPTIMIZER, EmbCacheManager
 from .optim import EmbOptimizer
-from .saving import Saving, save_managers
+from .savable import Savable
 from .swapinfo import SwapInfo
 from .view import TableView
 
@@ -148,7 +146,7 @@ def _weight_gradient(
     return torch.cat([backend.per_sample_weight_grad(gradient, table_rows, lookup) for table_rows, lookup in rows])
 
 
-class CachedCollection(nn.Module):
+class CachedCollection(Savable, nn.Module):
     """What both collections share: the manager, the optimizer face, moving, and what refuses to be copied."""
 
     pooled = True
@@ -205,21 +203,8 @@ class CachedCollection(nn.Module):
         """Name -> coherent view of each table."""
         return {name: self._manager.table(name) for name in self._manager.layout.names}
 
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        delta: bool = False,
-        background: bool = False,
-        state: Any = None,
-        keep: int | None = None,
-    ) -> int | Saving:
-        """Write a generation of a checkpoint of this collection; see `EmbCacheManager.save`, and `embcache.save` for a model."""
-        return save_managers(path, {"": self._manager}, delta=delta, background=background, state=state, keep=keep)
-
-    def restore(self, path: str | os.PathLike[str], generation: int | None = None) -> RestoreReport:
-        """Take over what `save` wrote, step count and hyper-parameters too; see `EmbCacheManager.restore`."""
-        return self._manager.restore(path, generation)
+    def saved_managers(self) -> dict[str, EmbCacheManager]:
+        return {"": self._manager}
 
     def finish_accumulation(self) -> None:
         """Apply an incomplete accumulation window now (at the end of an epoch, for example)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -18,6 +18,42 @@ if TYPE_CHECKING:
     from .manager import EmbCacheManager
 
 __all__ = ["restore", "save"]
+
+
+@overload
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    delta: bool = False,
+    background: Literal[False] = False,
+    state: Any = None,
+    keep: int | None = None,
+) -> int: ...
+
+
+@overload
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    delta: bool = False,
+    background: Literal[True],
+    state: Any = None,
+    keep: int | None = None,
+) -> Saving: ...
+
+
+@overload
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    delta: bool = False,
+    background: bool,
+    state: Any = None,
+    keep: int | None = None,
+) -> int | Saving: ...
 
 
 def save(

@@ -30,6 +30,7 @@ LAYERS = [
     ["savejob", "view"],
     ["saving"],
     ["restoring"],
+    ["savable"],
     ["manager"],
     ["fused"],
     ["modules"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,12 @@ def test_a_restore_that_fails_empties_a_directory_again(tmp_path: Path) -> None:
     other(one_feature([1])).values().sum().backward()
     other.manager.host_tables[0].check()
     other.close()
+
+
+@pytest.mark.parametrize("save", [ec.save, ec.EmbCacheManager.save, ec.EmbeddingCollection.save])
+def test_the_type_of_what_a_save_returns_follows_from_background(save: Any) -> None:
+    returned = [one.__annotations__["return"] for one in typing.get_overloads(save)]
+    assert returned == ["int", "Saving", "int | Saving"]
 
 
 def test_older_generations_go(tmp_path: Path) -> None:

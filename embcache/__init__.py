@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .manager import EmbCacheManager
     from .modules import EmbeddingBagCollection, EmbeddingCollection
     from .optim import EmbOptimizer
+    from .pipeline import TrainPipeline
     from .replay import simulate
     from .saving import Saving
     from .swapinfo import SwapInfo
@@ -72,6 +73,7 @@ _LAZY = {
     "SwapInfo": "swapinfo",
     "RestoreReport": "checkpoint",
     "TableView": "view",
+    "TrainPipeline": "pipeline",
     "generations": "checkpoint",
     "hash_strings": "table",
     "restore": "whole",
@@ -118,6 +120,7 @@ __all__ = [
     "SwapInfo",
     "TableConfig",
     "TableView",
+    "TrainPipeline",
     "TruncatedNormal",
     "UncleanDirectoryError",
     "Uniform",

@@ -11,8 +11,8 @@ them. It must not be moved while a plan is outstanding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ._core.table import Table
 from .budget import layout_bytes
 from .config import OptimizerSpec
 from .devices import Backend
+from .hostmemory import DONE, Event
 from .layout import TableLayout
 from .rowtypes import ROW_TYPES
 
@@ -67,6 +68,8 @@ class HbmBuffer:
             0.0 if admit is None else ROW_TYPES[table.dtype].rounded(admit.not_admitted_default_value)
             for admit, table in zip(defaults, layout.tables, strict=True)
         ]
+        self._moved: Event = DONE  # the last copy on the side stream
+        self._used: Event = DONE  # the last look at rows on the computing stream
         self._allocate(backend, capacities)
 
     def _allocate(self, backend: Backend, capacities: Sequence[int]) -> None:
@@ -128,6 +131,7 @@ class HbmBuffer:
             views = [self.backend.as_numpy(array) for array in arrays]
             host.read_into(rows, views[0], slots, views[1:])
             return
+        self.await_moves()
         with ExitStack() as stack:
             storage = [ROW_TYPES[host.dtype].storage, *[np.dtype(np.float32)] * (len(arrays) - 1)]
             blocks = [
@@ -153,7 +157,33 @@ class HbmBuffer:
 
         Weights lie as they are stored (`RowType.storage`), state is float32.
         """
+        self.await_moves()
         return [self.backend.to_host(self.backend.gather_rows(array, slots)) for array in self._arrays(table)]
+
+    # ------------------------------------------------------------------------------------------- one stream and another
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Rows that move inside do so on the side stream, where there is one, beside what computes.
+
+        What is moved is ordered after every earlier look at rows, since slots that are taken had rows in use before.
+        """
+        side = self.backend.side_stream()
+        if side is None:
+            yield
+            return
+        with self.backend.stream(side):
+            self.backend.wait(self._used)
+            yield
+            self._moved = self.backend.event()
+
+    def await_moves(self) -> None:
+        """Let later work of the current stream see all rows that were moved on the side stream."""
+        self.backend.wait(self._moved)
+
+    def note_use(self) -> None:
+        """Rows have been read or trained by work of the current stream, which may still be under way."""
+        self._used = self.backend.event()
 
     # ------------------------------------------------------------------------------------------------- size and place
 
@@ -183,7 +213,9 @@ class HbmBuffer:
     def move(self, backend: Backend) -> None:
         """Move the buffer to another device; slots stay as they are."""
         old = [self.weights, *zip(*self.states, strict=True)]
+        self.await_moves()
         self._allocate(backend, self.capacities)
+        self._moved = self._used = DONE
         for before, after in zip(old, [self.weights, *zip(*self.states, strict=True)], strict=True):
             for source, target in zip(before, after, strict=True):
                 target.copy_(source)

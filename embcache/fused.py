@@ -100,7 +100,7 @@ class FusedUpdate:
         if passes is None or passes < 1:
             raise ConfigError(f"accumulate = {accumulate!r}; give an integer of at least 1")
         self.manager, self.accumulate, self.pooled = manager, passes, pooled
-        on_step = weakref.WeakMethod(self._on_optimizer_step)
+        on_step = weakref.WeakMethod(self.end_step)
         self.optimizer = EmbOptimizer(manager.spec, lambda: _call(on_step))
         manager.note_optimizer(self.optimizer)
         self.grad_scale: Any = None
@@ -124,11 +124,15 @@ class FusedUpdate:
         return forward, GraphToken(forward)
 
     def _finish(self, forwards: list[Forward]) -> None:
-        """End the pins of these forwards and let go of their gradients."""
+        """End the pins of these forwards and let go of their gradients.
+
+        The planner may be busy with a later batch, and whoever trains does not wait for it: it hears of this when it next looks.
+        """
         for forward in forwards:
             if forward.state is not DONE:  # a collector may have ended it
                 forward.state, forward.gradients = DONE, ()
-                self.manager.finish(forward.info)
+                self.manager.finish_late(forward.info)
+        self.manager.door.settle()
 
     def abandon(self, forward: Forward) -> None:
         """End a forward that failed before it had an output."""
@@ -141,7 +145,8 @@ class FusedUpdate:
             for forwards in stale.values():
                 self._finish(forwards)
 
-    def _on_optimizer_step(self) -> None:
+    def end_step(self) -> None:
+        """End what no backward has followed; called by ``optimizer.step()``."""
         self.manager.door.check_process()
         self.drop_stale()
         waiting, self._open = self._open, []
@@ -202,11 +207,11 @@ class FusedUpdate:
         """Apply what arrived in a backward pass. Called by the autograd engine at its end."""
         arrived = sorted(self._arrived.pop(number), key=lambda forward: forward.info.plan.step)
         # To the end: nobody may see rows that have trained and a plan that has not, least of all who saves them.
-        with self.manager.door:
+        with self.manager.door.training:
             self._train_on(arrived)
 
     def _train_on(self, arrived: list[Forward]) -> None:
-        """Apply the gradients of these forwards, or add them to the window; inside the door."""
+        """Apply the gradients of these forwards, or add them to the window; inside the door of those who train."""
         try:
             if self.accumulate == 1 and len(arrived) == 1 and self.grad_scale is None:
                 self._update_fused(arrived[0])
@@ -218,6 +223,7 @@ class FusedUpdate:
             self._window, self._window_passes, self._window_spoiled = [], 0, False
             self._finish(arrived + held)
             raise
+        self.manager.buffer.note_use()
         if self._window_passes == 0:
             held, self._held = self._held, []
             self._finish(arrived + held)
@@ -324,8 +330,9 @@ class FusedUpdate:
         """Apply an incomplete window now."""
         self.drop_stale()
         if self._window_passes:
-            with self.manager.door:
+            with self.manager.door.training:
                 self._apply_window()
+                self.manager.buffer.note_use()
                 held, self._held = self._held, []
                 self._finish(held)
 

@@ -39,6 +39,7 @@ from .savejob import SaveJob
 from .saving import doors_of
 from .swapinfo import SwapInfo
 from .table import initializer_spec
+from .timeline import Timeline
 from .view import TableView
 
 __all__ = ["EmbCacheManager"]
@@ -205,6 +206,10 @@ class EmbCacheManager(Savable):
 
     def _grow(self, wanted: np.ndarray) -> bool:
         """Raise capacities towards `wanted` as far as limits and free memory allow; returns whether any grew."""
+        with self.door.rows:  # who trains a batch looks for its rows where they were
+            return self._grow_alone(wanted)
+
+    def _grow_alone(self, wanted: np.ndarray) -> bool:
         old, old_bases = self._slots, self.buffer.bases
         target = np.where(wanted > old, np.minimum(np.maximum(wanted, 2 * old), self._slot_limits), old)
         sizes = np.array([row_bytes(table, self.spec) for table in self.layout.tables])
@@ -312,7 +317,7 @@ class EmbCacheManager(Savable):
             saving.wait_for_room()
         # A queue is drained by a worker that needs the lock, so waiting for it must happen outside.
         info = self.plan(batch) if self._queued else None
-        with self.door:
+        with self.door.planning:
             if info is None:
                 info = self._plan_flat(self.layout.flatten(as_jagged_features(batch)))
             try:
@@ -325,12 +330,38 @@ class EmbCacheManager(Savable):
                 raise
             return info
 
+    def plan_ahead(self, flat: FlatBatch, timeline: Timeline, number: int) -> SwapInfo:
+        """`plan_and_move` of a flattened batch while earlier ones train: rows move on the side stream.
+
+        `timeline` is told when the stages of batch `number` begin and end. Raises as `plan_and_move`.
+        """
+        saving = self.saving
+        if saving is not None:
+            saving.wait_for_room()
+        with self.door.planning:
+            start = timeline.start("plan", number)
+            info = self._plan_flat(flat)
+            try:
+                timeline.stop("plan", number, start)
+                with self.buffer.moving():
+                    start = timeline.start("swap_out", number)
+                    self._swap_out(info.plan)
+                    timeline.stop("swap_out", number, start)
+                    start = timeline.start("swap_in", number)
+                    self._swap_in(info.plan)
+                    timeline.stop("swap_in", number, start)
+                self.let_slots_move(info)
+            except BaseException:
+                self.abandon(info)
+                raise
+            return info
+
     def _plan(self, batch: Any) -> SwapInfo:
         flat = self.layout.flatten(as_jagged_features(batch))
         saving = self.saving
         if saving is not None:
             saving.wait_for_room()
-        with self.door:
+        with self.door.planning:
             return self._plan_flat(flat)
 
     def _plan_flat(self, flat: FlatBatch) -> SwapInfo:
@@ -344,7 +375,7 @@ class EmbCacheManager(Savable):
         """Plan; where the buffer may grow, see first that the batch and a few like it fit beside the residents."""
         if not self._growing:
             return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked)
-        alone = not self.planner.outstanding
+        movable = self._can_grow()
         try:
             plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked)
             if plan.misses == 0 and plan.num_uniques * self._headroom <= self._slots.min():
@@ -367,7 +398,7 @@ class EmbCacheManager(Savable):
             return self._plan_with_room(flat)
         uniques = np.diff(plan.unique_offsets)
         short = (np.diff(plan.swap_out_offsets) > 0) | (uniques * self._headroom > self._slots)
-        if not alone or not (short & self._growable()).any():
+        if not movable or not (short & self._growable()).any():
             return plan
         wanted = self._wanted(uniques, plan.table_misses)
         self.planner.cancel(plan)
@@ -415,7 +446,7 @@ class EmbCacheManager(Savable):
             It is not the newest outstanding plan, or its rows have been swapped out.
         """
         plan = self._own(info)
-        with self.door:
+        with self.door.planning:
             self.planner.cancel(plan)
             self.door.changes += 1
 
@@ -428,7 +459,7 @@ class EmbCacheManager(Savable):
             Not this plan's turn: an earlier plan has not been swapped in yet.
         """
         plan = self._own(info)
-        with self.door:
+        with self.door.planning:
             self.complete_abandoned()
             self._swap_out(plan)
 
@@ -441,7 +472,7 @@ class EmbCacheManager(Savable):
             `swap_out` of this plan has not happened.
         """
         plan = self._own(info)
-        with self.door:
+        with self.door.planning:
             self._swap_in(plan)
 
     def _swap_out(self, plan: Plan) -> None:
@@ -490,7 +521,7 @@ class EmbCacheManager(Savable):
     def finish(self, info: SwapInfo) -> None:
         """The batch has trained (or never will): end its pins. Plans may finish in any order."""
         plan = self._own(info)
-        with self.door:
+        with self.door.planning:
             self.planner.finish(plan)
             self.door.changes += 1
 
@@ -501,7 +532,7 @@ class EmbCacheManager(Savable):
         before the next plan, flush or move of rows: only then the slots hold what the planner says.
         """
         plan = self._own(info)
-        with self.door:
+        with self.door.planning:
             if plan.state == "swapped_in":
                 self.finish(info)
             elif plan.state == "planned" and self.planner.outstanding[-1] is plan:
@@ -525,7 +556,7 @@ class EmbCacheManager(Savable):
             del self._abandoned[0]
 
     def finish_late(self, info: SwapInfo) -> None:
-        """`finish`, but safe from a garbage collector: takes no lock and happens at the next entry."""
+        """`finish` that waits for nobody, safe from a garbage collector too: takes no lock and happens at the next entry."""
         self.door.late.append(info.plan)
 
     @property
@@ -553,6 +584,7 @@ class EmbCacheManager(Savable):
         outputs = []
         edges = flat.table_offsets.tolist()
         with self.door:
+            self.buffer.await_moves()
             for group in self.layout.groups:
                 first = edges[group.first_table]
                 out = torch.empty(
@@ -564,6 +596,7 @@ class EmbCacheManager(Savable):
                             t, flat.keys[edges[t] : edges[t + 1]], out[edges[t] - first : edges[t + 1] - first]
                         )
                 outputs.append(out)
+            self.buffer.note_use()
         return outputs
 
     def _read_table(self, table: int, keys: np.ndarray, out: torch.Tensor) -> None:
@@ -849,7 +882,7 @@ class EmbCacheManager(Savable):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown(wait=threading.get_ident() != self._worker_thread)
-        with self.door.lock:
+        with self.door.lock, self.door.rows:
             if not self.door.closed:
                 unclosed = self._written_back()
                 self.door.closed, self._unclosed = True, unclosed

@@ -18,6 +18,7 @@ from .config import OptimizerSpec, TableConfig
 from .devices import GroupLookup
 from .errors import ConfigError, PlanError
 from .features import JaggedTensor, KeyedTensor, as_jagged_features
+from .feed import Feed
 from .fused import FusedUpdate
 from .layout import FlatBatch
 from .manager import DEFAULT_OPTIMIZER, EmbCacheManager
@@ -48,16 +49,18 @@ class PooledLookup(torch.autograd.Function):
         plain = None if weights is None else weights.detach().clone(memory_format=torch.contiguous_format)
         forward, ctx.token = update.begin(info, plain)
         try:
-            lookups = info.lookups(backend, pooled=True)
             out = torch.empty(
                 (info.batch_size, manager.layout.output_width), dtype=torch.float32, device=backend.device
             )
             ctx.rows = []
-            for g, lookup in enumerate(lookups):
-                backend.pooled_forward(manager.buffer.weights[g], lookup, out, plain)
-                if ctx.needs_input_grad[1]:
-                    # Another forward's update may change the rows before this backward: keep what was read.
-                    ctx.rows.append(_kept_rows(manager, info, g))
+            with manager.door.training:
+                manager.buffer.await_moves()
+                for g, lookup in enumerate(info.lookups(backend, pooled=True)):
+                    backend.pooled_forward(manager.buffer.weights[g], lookup, out, plain)
+                    if ctx.needs_input_grad[1]:
+                        # Another forward's update may change the rows before this backward: keep what was read.
+                        ctx.rows.append(_kept_rows(manager, info, g))
+                manager.buffer.note_use()
         except BaseException:
             update.abandon(forward)
             raise
@@ -84,10 +87,13 @@ class SequenceLookup(torch.autograd.Function):
         manager, backend = update.manager, update.manager.backend
         forward, ctx.token = update.begin(info, None)
         try:
-            lookups = info.lookups(backend, pooled=False)
-            outputs = tuple(
-                backend.sequence_forward(manager.buffer.weights[g], lookup) for g, lookup in enumerate(lookups)
-            )
+            with manager.door.training:
+                manager.buffer.await_moves()
+                outputs = tuple(
+                    backend.sequence_forward(manager.buffer.weights[g], lookup)
+                    for g, lookup in enumerate(info.lookups(backend, pooled=False))
+                )
+                manager.buffer.note_use()
         except BaseException:
             update.abandon(forward)
             raise
@@ -166,6 +172,7 @@ class CachedCollection(Savable, nn.Module):
             tables, optimizer=optimizer, device=device, hbm_bytes=hbm_bytes, policy=policy, num_threads=num_threads
         )
         self._update = FusedUpdate(self._manager, accumulate, self.pooled)
+        self._feed: Feed | None = None
 
     @property
     def manager(self) -> EmbCacheManager:
@@ -214,9 +221,27 @@ class CachedCollection(Savable, nn.Module):
         """Free the tables. Every later forward raises `ClosedError`."""
         self._manager.close()
 
+    @property
+    def feed(self) -> Feed | None:
+        """Where the plans of training forwards come from: the pipeline that trains this collection; None: forwards plan."""
+        return self._feed
+
+    @feed.setter
+    def feed(self, feed: Feed | None) -> None:
+        self._feed = feed
+
+    def end_step(self) -> None:
+        """A step is over or was given up: forwards that no backward has followed end here, and so do plans that none has used."""
+        left = [] if self._feed is None else self._feed.clear()
+        for info in left:
+            self._manager.finish_late(info)
+        self._update.end_step()
+
     def _plan(self, features: Any) -> SwapInfo:
-        """Plan a batch and move its rows."""
+        """Plan a batch and move its rows; or take the plan that a pipeline has made."""
         self._update.drop_stale()
+        if self._feed is not None:
+            return self._feed.take(features)
         return self._manager.plan_and_move(features)
 
     def _training_now(self) -> bool:

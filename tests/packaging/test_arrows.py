@@ -24,17 +24,18 @@ LAYERS = [
     ["budget", "filterfile", "table"],
     ["commands"],
     ["cli"],
-    ["features", "hostmemory", "lookup", "replay"],
-    ["devices", "layout"],
+    ["features", "hostmemory", "lookup", "replay", "timeline"],
+    ["batches", "devices", "layout"],
     ["buffer", "door", "optim", "swapinfo", "values"],
-    ["savejob", "view"],
+    ["feed", "savejob", "view"],
     ["saving"],
     ["restoring"],
     ["savable"],
     ["manager"],
     ["fused"],
     ["modules"],
-    ["whole"],
+    ["stages", "whole"],
+    ["pipeline"],
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Packages: their files import each other and what is below the package.
@@ -43,6 +44,7 @@ TORCH = {
     "features",
     "hostmemory",
     "lookup",
+    "batches",
     "devices",
     "layout",
     "buffer",
@@ -51,6 +53,8 @@ TORCH = {
     "manager",
     "fused",
     "modules",
+    "stages",
+    "pipeline",
     "whole",
 }
 

@@ -1,0 +1,56 @@
+"""Feed: where a pipeline leaves the plans of a batch for the forwards that will ask for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from .errors import PlanError
+from .swapinfo import SwapInfo
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """The plans of one collection for the batch that is being trained, by the features object of each.
+
+    A collection that has a feed plans nothing itself. Used by the thread that trains, alone.
+    """
+
+    __slots__ = ("_plans",)
+
+    def __init__(self) -> None:
+        # Objects are held, so that none gets the number of another.
+        self._plans: dict[int, tuple[Any, deque[SwapInfo]]] = {}
+
+    def offer(self, features: Any, info: SwapInfo) -> None:
+        """A forward of `features` shall use `info`; several of one object are used in the order of the offers."""
+        self._plans.setdefault(id(features), (features, deque()))[1].append(info)
+
+    def take(self, features: Any) -> SwapInfo:
+        """The next plan of `features`.
+
+        Raises
+        ------
+        PlanError
+            The pipeline has not planned that object, or not as many forwards of it.
+        """
+        entry = self._plans.get(id(features))
+        if entry is not None and entry[1]:
+            return entry[1].popleft()
+        if entry is not None:
+            what = "more forwards of one features object than the pipeline has planned"
+            how = "TrainPipeline(features=lambda batch: [batch.features, batch.features]) plans two"
+        else:
+            what = f"a {type(features).__name__} that the pipeline has not planned"
+            how = (
+                "pass the object that lies in the batch, or say with TrainPipeline(features=...) which objects of a batch go into forward; "
+                "after pipe.close() a collection plans for itself again"
+            )
+        raise PlanError(f"training forward of {what}; {how}")
+
+    def clear(self) -> list[SwapInfo]:
+        """Forget everything; returns the plans that no forward has taken, in the order of the offers."""
+        left = [info for _, infos in self._plans.values() for info in infos]
+        self._plans.clear()
+        return sorted(left, key=lambda info: info.plan.step)

@@ -1,0 +1,347 @@
+"""The stages of a pipeline, and what passes between them.
+
+Three threads take part, and each owns its part of a `Flow`: the loader pulls batches and prepares them, the coordinator plans
+them in order and moves their rows, the caller of ``progress`` computes. What passes from one to the next is a `Batch`, which
+has one owner at a time, in a queue with one writer and one reader. Each counter has one writer. Nobody holds a lock while
+waiting: a `Bell` says that something may have changed, and who wakes up looks again.
+
+Order is what makes it right. Plans are made and rows are moved in the order of the batches by one thread, so a row that is
+read for a batch has the write-backs of all earlier ones (promise I5); victims are never slots of unfinished batches (I2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ._core.threads import this_process
+from .batches import Chooser, features_of, to_device, wanted
+from .errors import ConfigError, EmbCacheError, HbmCapacityError
+from .features import as_jagged_features
+from .layout import FlatBatch
+from .modules import CachedCollection
+from .swapinfo import SwapInfo
+from .timeline import Timeline
+
+__all__ = ["Batch", "Bell", "Flow", "Source"]
+
+LOG = logging.getLogger("embcache")
+
+
+class Bell:
+    """Wakes the one thread that waits for it; rung while nobody waits, it wakes the next wait at once.
+
+    A lock that its owner takes to wait and anybody opens: an exception in a thread that waits (Ctrl-C) leaves nothing half
+    done, which a condition variable does not promise.
+    """
+
+    __slots__ = ("_closed",)
+
+    def __init__(self) -> None:
+        self._closed = threading.Lock()
+        self._closed.acquire()
+
+    def ring(self) -> None:
+        """Wake who waits."""
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._closed.release()
+
+    def wait(self) -> None:
+        """Until it rings."""
+        self._closed.acquire()
+
+
+class Source:
+    """One request to pull batches from an iterator: until it ends or raises, or another one is asked for."""
+
+    __slots__ = ("iterator",)
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator: Any = iterator
+
+
+class Batch:
+    """One batch on its way, or the end of a source.
+
+    Attributes
+    ----------
+    number : int
+        From 1, in the order in which batches are pulled; the end of a source has that of the batch before it.
+    source : Source
+    last : bool
+        Nothing more comes from its source: it has ended (and then this is no batch), or it has raised.
+    data
+        What the caller's model gets.
+    parts : list of (path, features object, FlatBatch)
+        What is to be planned, in order.
+    plans : list of (path, features object, SwapInfo)
+        What has been planned, its rows moved.
+    error : BaseException, optional
+        What the caller gets instead.
+    started : bool
+        Set by the caller, who has taken it.
+    """
+
+    __slots__ = ("data", "error", "last", "number", "parts", "plans", "source", "started")
+
+    def __init__(self, number: int, source: Source) -> None:
+        self.number, self.source = number, source
+        self.last = self.started = False
+        self.data: Any = None
+        self.parts: list[tuple[str, Any, FlatBatch]] = []
+        self.plans: list[tuple[str, Any, SwapInfo]] = []
+        self.error: BaseException | None = None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether this says that its source has ended."""
+        return self.last and self.error is None
+
+
+class Flow:
+    """What the three threads of a pipeline share, and the two that it starts.
+
+    Parameters
+    ----------
+    collections : mapping of str to CachedCollection
+        By path in the model.
+    depth : int
+        Batches that are planned and not done, the one that is computed among them.
+    lookahead : int
+        Batches that are pulled beyond those.
+    choose : callable, optional
+        ``TrainPipeline(features=...)``.
+    device : torch.device
+        Where batches are computed.
+
+    Attributes
+    ----------
+    timeline : Timeline
+    source : Source, optional
+        Set by the caller: what to pull from.
+    done : int
+        Set by the caller: number of the last batch that is computed or given up.
+    pulled : int
+        Number of the last batch that was pulled.
+    shortened : int
+        Batches that had to wait for earlier ones since HBM was full.
+    loaded, ready : deque of Batch
+    crash : BaseException, optional
+        What ended a thread that should have gone on.
+    """
+
+    def __init__(
+        self,
+        collections: Mapping[str, CachedCollection],
+        depth: int,
+        lookahead: int,
+        choose: Chooser | None,
+        device: torch.device,
+    ) -> None:
+        self.collections, self.depth, self.lookahead = dict(collections), depth, lookahead
+        self.choose, self.device = choose, device
+        self.needs = {path: _needs_of(collection) for path, collection in collections.items()}
+        self.timeline = Timeline()
+        self.process = this_process()
+        self.source: Source | None = None
+        self.done = self.pulled = self.shortened = 0
+        self.loaded: deque[Batch] = deque()
+        self.ready: deque[Batch] = deque()
+        self.crash: BaseException | None = None
+        self.closing = False
+        self.load_bell, self.plan_bell, self.ready_bell = Bell(), Bell(), Bell()
+        self._ended: Source | None = None
+        self._threads: list[threading.Thread] = []
+
+    # ------------------------------------------------------------------------------------------------- start and stop
+
+    def start(self) -> None:
+        """Start the threads, once. Daemons, so that none keeps the interpreter from ending: `stop` is called before it does."""
+        for name, run in (("embcache load", self._load), ("embcache plan", self._coordinate))[len(self._threads) :]:
+            thread = threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def ring(self) -> None:
+        """Wake all three."""
+        self.load_bell.ring()
+        self.plan_bell.ring()
+        self.ready_bell.ring()
+
+    def close(self) -> None:
+        """Have the threads end; waits for nobody, takes no lock."""
+        self.closing = True
+        self.ring()
+
+    def stop(self, patience_s: float | None = None) -> None:
+        """`close`, and wait for the threads to end: the coordinator gives up what was planned and not started.
+
+        The loader may be inside the user's iterator, which nobody can interrupt: it is waited for `patience_s` at most, and ends
+        once that returns.
+        """
+        self.close()
+        for thread in self._threads[::-1]:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(patience_s if thread is self._threads[0] else None)
+                if thread.is_alive():
+                    LOG.warning(
+                        "the iterator of a pipeline has not returned for %s s; its thread ends when it does", patience_s
+                    )
+
+    @property
+    def alive(self) -> bool:
+        """Whether a thread runs."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            LOG.exception("a thread of a pipeline has ended")
+            self.crash = error
+            self.close()
+
+    # --------------------------------------------------------------------------------------------------------- loading
+
+    def _load(self) -> None:
+        """The loader: pull, prepare, hand over, as far ahead as it may."""
+        limit = self.depth + self.lookahead
+        while not self.closing:
+            source = self.source
+            if source is None or source is self._ended or self.pulled - self.done >= limit:
+                start = self.timeline.start("wait_room", self.pulled + 1)
+                self.load_bell.wait()
+                self.timeline.stop("wait_room", self.pulled + 1, start)
+                continue
+            self._hand_over(self._pull(source))
+            source = None
+
+    def _hand_over(self, batch: Batch) -> None:
+        if batch.last:
+            self._ended = batch.source
+        self.pulled = batch.number
+        self.loaded.append(batch)
+        self.plan_bell.ring()
+
+    def _pull(self, source: Source) -> Batch:
+        batch = Batch(self.pulled + 1, source)
+        start = self.timeline.start("load", batch.number)
+        try:
+            batch.data = next(source.iterator)
+        except StopIteration:
+            batch.number, batch.last = self.pulled, True
+            return batch
+        except BaseException as error:
+            batch.error, batch.last = error, True
+            return batch
+        self.timeline.stop("load", batch.number, start)
+        start = self.timeline.start("prepare", batch.number)
+        try:
+            self._prepare(batch)
+        except BaseException as error:
+            batch.error, batch.parts = error, []
+        self.timeline.stop("prepare", batch.number, start)
+        return batch
+
+    def _prepare(self, batch: Batch) -> None:
+        """Find the features, lay them out for planning, and move the rest to the device."""
+        data = batch.data
+        pairs = wanted(data, self.needs, self.choose)
+        seen = {id(value): value for _, value in pairs}
+        flats: dict[tuple[str, int], FlatBatch] = {}
+        for path, value in pairs:
+            if (path, id(value)) not in flats:
+                layout = self.collections[path].manager.layout
+                flats[path, id(value)] = layout.flatten(as_jagged_features(value))
+        batch.data = to_device(data, self.device)
+        if batch.data is not data:
+            before, after = features_of(data), features_of(batch.data)
+            if len(before) != len(after):
+                raise ConfigError(
+                    f"the batch has {len(before)} features objects, on the device {len(after)}; its to() must keep them all"
+                )
+            seen.update((id(old), new) for old, new in zip(before, after, strict=True))
+        batch.parts = [(path, seen[id(value)], flats[path, id(value)]) for path, value in pairs]
+
+    # -------------------------------------------------------------------------------------------------------- planning
+
+    def _coordinate(self) -> None:
+        """The coordinator: plan in order, move rows, hand over; in the end give up what nobody has started."""
+        while not self.closing:
+            if not self.loaded:
+                start = self.timeline.start("wait_loaded", self.pulled)
+                self.plan_bell.wait()
+                self.timeline.stop("wait_loaded", self.pulled, start)
+                continue
+            batch = self.loaded[0]
+            if batch.parts and batch.number - self.done > self.depth:
+                start = self.timeline.start("wait_window", batch.number)
+                self.plan_bell.wait()
+                self.timeline.stop("wait_window", batch.number, start)
+                continue
+            if batch.parts and not self._plan(batch):
+                break
+            self.ready.append(batch)
+            self.loaded.popleft()
+            self.ready_bell.ring()
+            del batch
+        self._give_up()
+
+    def _plan(self, batch: Batch) -> bool:
+        """Plan a batch and move its rows; False where the pipeline is closing."""
+        try:
+            for path, value, flat in batch.parts:
+                collection = self.collections[path]
+                if not collection.training:
+                    continue
+                info = self._plan_part(batch, collection, flat)
+                if info is None:
+                    return False
+                batch.plans.append((path, value, info))
+        except BaseException as error:
+            # As it would be without a pipeline: what was planned of it before the error stays counted, and trains nothing.
+            batch.error = error
+            for path, _, info in batch.plans:
+                self.collections[path].manager.abandon(info)
+            batch.plans = []
+        batch.parts = []
+        return True
+
+    def _plan_part(self, batch: Batch, collection: CachedCollection, flat: FlatBatch) -> SwapInfo | None:
+        """Plan for one collection. While earlier batches are under way, a full buffer only means to wait for one of them."""
+        waited = False
+        while not self.closing:
+            seen = self.done
+            try:
+                return collection.manager.plan_ahead(flat, self.timeline, batch.number)
+            except HbmCapacityError as error:
+                if error.never_fits or seen >= batch.number - 1:
+                    raise
+            self.shortened += not waited
+            waited = True
+            start = self.timeline.start("wait_window", batch.number)
+            while not self.closing and self.done == seen:
+                self.plan_bell.wait()
+            self.timeline.stop("wait_window", batch.number, start)
+        return None
+
+    def _give_up(self) -> None:
+        """Undo the plans that nobody has started, the newest first."""
+        for batch in [*self.ready, *list(self.loaded)[:1]][::-1]:
+            plans = [] if batch.started else batch.plans
+            for path, _, info in plans[::-1]:
+                try:
+                    self.collections[path].manager.abandon(info)
+                except EmbCacheError as error:  # closed before its pipeline, or a disk that has failed
+                    LOG.warning("a plan of collection %r was not undone: %s", path, error)
+
+
+def _needs_of(collection: CachedCollection) -> list[str]:
+    """The features that a collection looks up."""
+    return list(dict.fromkeys(collection.manager.layout.column_features))

@@ -1,0 +1,97 @@
+"""Timeline: when each stage of each batch began and ended, and what that comes to.
+
+The newest intervals lie in a ring, for traces and for how far stages overlap; sums are kept of all. Each stage belongs to one
+thread, which alone writes its sum, so nothing here needs a lock. The clock is passed in (tests).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+__all__ = ["STAGES", "WAITS", "Interval", "Timeline"]
+
+# In the order in which a batch meets them.
+STAGES = ("load", "prepare", "plan", "swap_out", "swap_in", "compute", "evaluate")
+# Of a stage's thread: the loader for room ahead, the coordinator for a loaded batch and for the window, the caller for a batch.
+WAITS = ("wait_room", "wait_loaded", "wait_window", "wait_ready")
+HOST_STAGES = ("prepare", "plan", "swap_out", "swap_in")
+KEPT = 4096
+
+# Stage or wait, number of the batch, begin and end in seconds of the clock.
+Interval = tuple[str, int, float, float]
+
+
+class Timeline:
+    """Begins and ends of stages.
+
+    Parameters
+    ----------
+    kept : int
+        Intervals in the ring.
+    clock : callable
+        Seconds.
+
+    Attributes
+    ----------
+    counts, seconds : dict
+        By stage and wait: how often, and how long in all.
+    """
+
+    def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._ring: deque[Interval] = deque(maxlen=kept)
+        self.counts = dict.fromkeys(STAGES + WAITS, 0)
+        self.seconds = dict.fromkeys(STAGES + WAITS, 0.0)
+        self.began: float | None = None  # of the first computed batch
+        self.ended = 0.0
+
+    def start(self, stage: str, number: int) -> float:
+        """Now: to be given to `stop`."""
+        return self.clock()
+
+    def stop(self, stage: str, number: int, start: float) -> None:
+        """The stage of batch `number` that began at `start` ends now."""
+        end = self.clock()
+        self._ring.append((stage, number, start, end))
+        self.counts[stage] += 1
+        self.seconds[stage] += end - start
+        if stage == "compute":
+            if self.began is None:
+                self.began = start
+            self.ended = end
+
+    def intervals(self) -> list[Interval]:
+        """The newest intervals, in the order of their ends."""
+        while True:
+            try:
+                return list(self._ring)
+            except RuntimeError:  # another thread has just added one
+                continue
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the begin of the first computed batch to the end of the last one."""
+        return 0.0 if self.began is None else self.ended - self.began
+
+    def overlap(self) -> float:
+        """Share of the host's work on later batches that was done while a batch was computed, among the newest intervals."""
+        intervals = self.intervals()
+        computed = [(begin, end) for stage, _, begin, end in intervals if stage == "compute"]
+        worked = [(begin, end) for stage, _, begin, end in intervals if stage in HOST_STAGES]
+        total = sum(end - begin for begin, end in worked)
+        return _common(computed, worked) / total if total > 0 else 0.0
+
+
+def _common(ordered: list[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
+    """Seconds that `others` have in common with `ordered`, which are disjoint and rise."""
+    common, first = 0.0, 0
+    for begin, end in sorted(others):
+        while first < len(ordered) and ordered[first][1] <= begin:
+            first += 1
+        place = first
+        while place < len(ordered) and ordered[place][0] < end:
+            common += min(end, ordered[place][1]) - max(begin, ordered[place][0])
+            place += 1
+    return common

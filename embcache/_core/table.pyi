@@ -79,7 +79,14 @@ class Table:
     def lookup_rows(
         self, keys: _Int64s, weights: _Weights | None = None, state: _Floats | None = None
     ) -> tuple[_Weights, _Floats]: ...
-    def assign(self, keys: _Int64s, weights: _Weights, state: _Floats | None = None) -> None: ...
+    def assign(
+        self,
+        keys: _Int64s,
+        weights: _Weights,
+        state: _Floats | None = None,
+        frequencies: _Int64s | None = None,
+        timestamps: _Int64s | None = None,
+    ) -> None: ...
     def read_into(
         self, rows: _Int64s, weights: _Weights, places: _Int64s | None = None, states: Sequence[_Floats] = ()
     ) -> None: ...

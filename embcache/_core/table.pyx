@@ -133,6 +133,7 @@ cdef extern from "ec_insert.h":
         int64_t *rows
         uint8_t *born
         int64_t shares
+        bint bare
 
     ctypedef struct ec_share_result:
         int64_t born
@@ -410,8 +411,14 @@ cdef void _finish_task(void *context, int64_t task) noexcept nogil:
     ec_insert_finish(&job.b, begin, begin + _span_size(job.b.n, task))
 
 
-cdef int table_insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born,
+cdef int table_insert(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born,
                       int num_threads) noexcept nogil:
+    return _insert(t, keys, hashes, n, rows, born, num_threads, False)
+
+
+cdef int _insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born,
+                 int num_threads, bint bare) noexcept nogil:
+    """`table_insert`; with `bare` new rows get no initial values, since the caller writes all rows before it lets go of the lock."""
     cdef ec_table_fields *t = <ec_table_fields *>handle
     cdef Insert job
     cdef int64_t i, count = 0
@@ -430,6 +437,7 @@ cdef int table_insert(ec_table *handle, const int64_t *keys, const uint64_t *has
     job.b.n = n
     job.b.rows = rows
     job.b.born = born
+    job.b.bare = bare
     job.b.shares = min(<int64_t>threads, min(t.partition_count, <int64_t>MOST_SHARES))
     parallel_for(_settle_task, &job, job.b.shares, threads)
     for i in range(job.b.shares):
@@ -1098,8 +1106,13 @@ cdef class Table:
             PyBuffer_Release(&at)
         return weights, state
 
-    def assign(self, const int64_t[::1] keys not None, weights not None, const float[:, ::1] state=None):
-        """Insert or overwrite rows; of a repeated key the last row wins; without `state` the state becomes zero."""
+    def assign(self, const int64_t[::1] keys not None, weights not None, const float[:, ::1] state=None,
+               const int64_t[::1] frequencies=None, const int64_t[::1] timestamps=None):
+        """Insert or overwrite rows; of a repeated key the last row wins.
+
+        Without `state` the state becomes zero; without `frequencies` and `timestamps`, of a table that keeps them, those of rows that
+        were there stay.
+        """
         cdef int64_t n = keys.shape[0]
         cdef int64_t state_dim = self.t.state_dim
         cdef int status = EC_OK
@@ -1109,6 +1122,12 @@ cdef class Table:
         self.check_process()
         if state is not None:
             self.check_shape("state", state.shape[0], state.shape[1], n, state_dim)
+        if (frequencies is None) != (timestamps is None) or (frequencies is not None and not self.t.with_filter):
+            raise ShapeError(f"table {self.name!r}: frequencies and timestamps go together, and to a table with a filter")
+        if frequencies is not None:
+            self.check_shape("frequencies", frequencies.shape[0], 1, n, 1)
+            self.check_shape("timestamps", timestamps.shape[0], 1, n, 1)
+        cdef int64_t i
         cdef int64_t[::1] rows = np.empty(n, dtype=np.int64)
         cdef uint8_t[::1] born = np.empty(n, dtype=np.uint8)
         memset(&buffer, 0, sizeof(buffer))
@@ -1127,9 +1146,13 @@ cdef class Table:
                     buffer.states = &state_at
                     buffer.widths = &state_dim
                 with nogil:
-                    status = table_insert(self.t, &keys[0], NULL, n, &rows[0], &born[0], self.num_threads)
+                    status = _insert(self.t, &keys[0], NULL, n, &rows[0], &born[0], self.num_threads, True)
                     if status == EC_OK:
                         table_write(self.t, &rows[0], n, &buffer, self.num_threads)
+                        if frequencies is not None:
+                            for i in range(n):
+                                table_freq(self.t, rows[i])[0] = frequencies[i]
+                                table_ts(self.t, rows[i])[0] = timestamps[i]
                 if status != EC_OK:
                     raise self.failure(status, n)
             finally:

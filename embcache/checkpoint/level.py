@@ -172,9 +172,12 @@ class Level:
         if place.offset + place.length > segment.length:
             raise self.damage(place, "ends behind its file")
         content = buffer.room(place.length)
-        segment.read_into(content, place.offset)
+
+        def read(piece: memoryview, at: int) -> None:
+            segment.read_into(piece, place.offset + at)
+
         try:
-            header, columns = open_chunk(content, place.digest)
+            header, columns = open_chunk(content, place.digest, read)
         except CorruptionError as error:
             raise self.damage(place, str(error), error.expected, error.found) from None
         found = (header.generation, header.rank, header.table, header.number, header.kind, header.rows)

@@ -16,6 +16,7 @@ import numpy as np
 
 from .._core.digest import hash_keys
 from ..errors import ConfigError, CorruptionError, EmbCacheError
+from .ahead import ReadAhead
 from .chunk import ERASED, LATE, ROWS, WAITING, ChunkBuffer
 from .description import TableDescription
 from .level import Catalogues, ChunkPlace, Level, LevelTable, open_chain
@@ -260,8 +261,11 @@ class Reader:
         """At most so many keys `filter` gives in all vshards."""
         return sum(place.rows for place in self._table(name).chunks if place.kind in (WAITING, LATE))
 
-    def rows(self, name: str) -> Iterator[Rows]:
+    def rows(self, name: str, *, ahead: bool = False) -> Iterator[Rows]:
         """All rows of a table in this rank's vshards, each key once with its newest row, some at a time.
+
+        With `ahead` a thread reads and checks the next chunk while the caller is busy with this one; it takes memory for
+        another chunk.
 
         Raises
         ------
@@ -277,17 +281,17 @@ class Reader:
         windows = min(windows, high - low)
         for i in range(windows):
             window = (low + (high - low) * i // windows, low + (high - low) * (i + 1) // windows)
-            yield from self._rows_of_window(name, levels, window)
+            yield from self._rows_of_window(name, levels, window, ahead)
 
     # ---------------------------------------------------------------------------------------------------------- levels
 
-    def _rows_of_window(self, name: str, levels: list[Level], window: tuple[int, int]) -> Iterator[Rows]:
+    def _rows_of_window(self, name: str, levels: list[Level], window: tuple[int, int], ahead: bool) -> Iterator[Rows]:
         """The same for keys of some vshards: from the newest level to the oldest, without keys that a newer level has."""
         newer = np.empty(0, np.int64)
         for depth, level in enumerate(levels):
             here = [newer]
-            for place in self._own(level.tables[name], ROWS, ERASED, vshards=window):
-                columns = self._read(level, place)
+            places = list(self._own(level.tables[name], ROWS, ERASED, vshards=window))
+            for place, columns in zip(places, self._read_all(level, places, ahead), strict=True):
                 kept = self._mask(place, columns["keys"], window)
                 if depth + 1 < len(levels):  # before a row is handed out: the caller may use the reader meanwhile
                     here.append(columns["keys"][kept].copy())
@@ -354,9 +358,28 @@ class Reader:
 
     def _read(self, level: Level, place: ChunkPlace) -> dict[str, npt.NDArray[Any]]:
         _, columns = level.read(place, self._buffer)
+        self._count(place)
+        return columns
+
+    def _count(self, place: ChunkPlace) -> None:
         self.stats["chunks"] += 1
         self.stats["bytes"] += place.length
-        return columns
+
+    def _read_all(self, level: Level, places: list[ChunkPlace], ahead: bool) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        """The columns of chunks, one after the other; with `ahead` the next one is read meanwhile, into the other of two buffers."""
+        if not ahead or len(places) < 2:
+            yield from (self._read(level, place) for place in places)
+            return
+        for place in places:
+            level.segment(place)  # opened here: the thread only reads
+        buffers = [self._buffer, ChunkBuffer()]
+        with ReadAhead() as helper:
+            for i, place in enumerate(places):
+                _, columns = helper.result() if i else level.read(place, buffers[0])
+                if i + 1 < len(places):
+                    helper.start(level.read, places[i + 1], buffers[(i + 1) % 2])
+                self._count(place)
+                yield columns
 
     # ------------------------------------------------------------------------------------------------------------- end
 

@@ -181,7 +181,7 @@ def fill(reader: Reader, core: Table, name: str) -> int:
     """
     count = 0
     core.reserve(reader.rows_expected(name))
-    for rows in reader.rows(name):
+    for rows in reader.rows(name, ahead=core.num_threads > 1):
         put_rows(core, rows)
         count += len(rows.keys)
     return count
@@ -189,7 +189,8 @@ def fill(reader: Reader, core: Table, name: str) -> int:
 
 def put_rows(core: Table, rows: Rows) -> None:
     """Insert or overwrite rows of the shape that the table has."""
-    indexes = core.insert(rows.keys)
-    core.write_from(indexes, rows.weights, None, [rows.state] if core.state_dim else [])
+    state = rows.state if core.state_dim else None
     if core.with_filter and rows.frequencies is not None and rows.timestamps is not None:
-        core.write_columns(indexes, rows.frequencies, rows.timestamps)
+        core.assign(rows.keys, rows.weights, state, rows.frequencies, rows.timestamps)
+    else:
+        core.assign(rows.keys, rows.weights, state)

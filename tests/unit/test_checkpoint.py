@@ -62,11 +62,11 @@ def remember(model: Model, columns: dict[str, Any]) -> None:
         model[key] = tuple(columns[name][i].tobytes() for name in names)
 
 
-def read_all(path: Path, name: str, world: int = 1, generation: int | None = None) -> Model:
+def read_all(path: Path, name: str, world: int = 1, generation: int | None = None, ahead: bool = False) -> Model:
     model: Model = {}
     for rank in range(world):
         with Reader(path, generation, rank, world) as reader:
-            for rows in reader.rows(name):
+            for rows in reader.rows(name, ahead=ahead):
                 for i, key in enumerate(rows.keys.tolist()):
                     assert key not in model
                     parts = [rows.weights[i].tobytes()]
@@ -165,6 +165,33 @@ def test_resolution_in_windows_gives_the_same_rows(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("embcache.checkpoint.reader._WINDOW_KEYS", 100)
     assert read_all(tmp_path, "t") == whole
     assert read_all(tmp_path, "t", world=2) == whole
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_reading_ahead_gives_the_same_rows_and_the_same_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: bool
+) -> None:
+    description = TableDescription("t", 16)
+    keys = keys_of(3, 9000)
+    save(tmp_path, description, columns_for(description, keys, 1))
+    save(tmp_path, description, columns_for(description, keys[:5000], 2), parent=1)
+    if not threads:
+        monkeypatch.setattr("threading.Thread.start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+    assert read_all(tmp_path, "t", ahead=True) == read_all(tmp_path, "t")
+    with Reader(tmp_path) as reader:
+        assert len(next(reader.rows("t", ahead=True)).keys)  # and the others are given up
+    segment = tmp_path / "rank-0000" / "segment-0000000000000001-0000"
+    content = bytearray(segment.read_bytes())
+    content[-9000] ^= 1
+    segment.write_bytes(content)
+    errors = []
+    for ahead in (False, True):
+        count = 0
+        with Reader(tmp_path, check="catalogue") as reader, pytest.raises(CorruptionError) as error:
+            for rows in reader.rows("t", ahead=ahead):
+                count += len(rows.keys)
+        errors.append((count, str(error.value), reader.stats))
+    assert errors[0] == errors[1] and errors[0][0] > 5000
 
 
 @pytest.mark.parametrize(("writers", "readers"), list(product([1, 2, 4], [1, 3, 4])))

@@ -115,6 +115,26 @@ def test_case_18_a_reused_row_carries_nothing_over() -> None:
     assert keys.tolist() == [20, 21] and frequency.tolist() == [0, 0] and timestamp.tolist() == [INT64_MIN, INT64_MIN]
 
 
+def test_rows_that_are_assigned_have_no_trace_of_initial_values_or_of_who_was_there() -> None:
+    table = Table("t", 3, state_dim=2, initializer=("uniform", 1, 2), with_filter=True)
+    old, keys = np.arange(100, 150), np.array([120, 7, 8, 7, 9])
+    table.assign(old, ramp(50, 3, 1e3), ramp(50, 2, 1e6), old, old)
+    table.erase(old[::2].copy())
+    table.assign(keys, ramp(5, 3, 0.0), None, np.arange(5), -np.arange(5))
+    weights, state = table.lookup_rows(keys)
+    assert (weights == ramp(5, 3, 0.0)[[0, 3, 2, 3, 4]]).all() and not state.any()
+    columns = table.columns(table.find(keys))
+    assert [column.tolist() for column in columns] == [keys.tolist(), [0, 3, 2, 3, 4], [0, -3, -2, -3, -4]]
+    table.assign(np.array([7, 10]), ramp(2, 3, 5.0))
+    assert table.columns(table.find(np.array([7, 10])))[1].tolist() == [3, 0]
+    for wrong in ((keys, None), (None, keys), (keys[1:], keys), (keys, keys[1:])):
+        with pytest.raises(ShapeError, match="frequencies|timestamps"):
+            table.assign(keys, ramp(5, 3, 9.0), None, *wrong)
+    with pytest.raises(ShapeError, match="table with a filter"):
+        Table("t", 3).assign(keys, ramp(5, 3, 9.0), None, keys, keys)
+    assert (table.lookup_rows(keys[:1])[0] == ramp(5, 3, 0.0)[0]).all() and table.check()["rows"] == 30
+
+
 def test_case_4_empty_batches() -> None:
     with EmbTable("t", 5, state_dim=2) as table:
         for empty in ([], np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32), ()):

@@ -29,6 +29,7 @@ typedef struct ec_insertion {
     int64_t *rows; /* a row index, or -1 - local where the local was handed out by this call */
     uint8_t *born;
     int64_t shares;
+    int bare; /* the caller is about to write weights and state of all rows: new ones get no initial values */
 } ec_insertion;
 
 typedef struct ec_share_result {
@@ -228,13 +229,16 @@ static void ec_insert_finish(const ec_insertion *b, int64_t from, int64_t to)
             if (b->rows[i] < 0)
                 b->rows[i] = ec_partition_row(ec_table_partition(t, hashes[j]), -1 - b->rows[i]);
             if (b->born[i]) {
-                EC_PREFETCH_WRITE(ec_table_weights(t, b->rows[i]));
+                if (!b->bare)
+                    EC_PREFETCH_WRITE(ec_table_weights(t, b->rows[i]));
                 EC_PREFETCH_WRITE(ec_table_key(t, b->rows[i]));
             }
         }
         for (int64_t i = from; i < from + count; ++i) {
             if (b->born[i]) {
-                ec_table_bear(t, b->rows[i], b->keys[i], hashes[i - from], b->born[i] & EC_BORN_AGAIN);
+                if (!b->bare)
+                    ec_table_begin_row(t, b->rows[i], hashes[i - from]);
+                ec_table_bear(t, b->rows[i], b->keys[i], b->born[i] & EC_BORN_AGAIN);
                 written += b->born[i] & EC_BORN_AGAIN ? 0 : row_bytes;
                 b->born[i] = 1;
             }

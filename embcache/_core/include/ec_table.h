@@ -448,8 +448,8 @@ static int ec_table_back_locals(ec_table *t)
 
 /* -------------------------------------------------------------------------------------------------------- life of a row */
 
-/* Make `row` the fresh row of `key`: initial weights and state, no history. `again`: the row was free before. */
-static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, uint64_t hash, int again)
+/* Initial weights and state of the row of a key. */
+static inline void ec_table_begin_row(const ec_table *t, int64_t row, uint64_t hash)
 {
     ec_table_initial(t, hash, ec_table_weights(t, row), t->type);
     if (t->state_dim > 0) {
@@ -459,6 +459,11 @@ static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, ui
         else
             memcpy(ec_table_state(t, row), t->initial_state, bytes);
     }
+}
+
+/* Make `row` the row of `key`, without history. `again`: the row was free before. Weights and state are the caller's to set. */
+static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, int again)
+{
     *ec_table_key(t, row) = key;
     *ec_table_flags(t, row) = again ? EC_LIVE | EC_CHANGED | EC_AGAIN : EC_LIVE | EC_CHANGED;
     if (t->with_filter) {

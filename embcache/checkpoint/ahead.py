@@ -1,0 +1,62 @@
+"""One call at a time in a thread, while the caller does something else."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+__all__ = ["ReadAhead"]
+
+
+class ReadAhead:
+    """A thread that does what `start` gives it; `result` waits, and returns or raises what came of it.
+
+    Where the system has no thread left, `start` does the work itself. Leaving the block waits for the call in progress, so
+    that nothing it uses is closed under it. Thread safety: `start` and `result` take turns, in one thread.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Begin ``call(*arguments)``."""
+        self._calls.put((call, arguments))
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="embcache read ahead", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._calls.put(None)
+                self._work()
+            else:
+                self._thread = thread
+
+    def result(self) -> Any:
+        """What the last call returned; raises what it raised."""
+        value, error = self._answers.get()
+        if error is not None:
+            raise error
+        return value
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, arguments = item
+            try:
+                self._answers.put((call(*arguments), None))
+            except BaseException as error:
+                self._answers.put((None, error))
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()

@@ -23,7 +23,7 @@ SOAK ?= 20
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint sanitize bench soak clean
+.PHONY: help demo test check lint sanitize races bench soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
@@ -44,6 +44,9 @@ lint: $(READY)  ## ruff, mypy, cython-lint
 
 sanitize: $(READY)  ## the torch-free tests on a checked core with ASan and UBSan
 	PYTHON=$(PYTHON) tools/sanitize.sh
+
+races: $(READY)  ## the tests of threads on a checked core with TSan
+	PYTHON=$(PYTHON) tools/sanitize.sh thread
 
 bench: $(READY)  ## our figures and peers' in the same run; writes bench/report.md (with PYTEST_ARGS: below build/)
 	rm -f build/bench/outcomes.jsonl

@@ -152,13 +152,21 @@ class HbmBuffer:
         weights, *states = self.read(table, slots)
         host.write_from(rows, weights, None, states, home=True)
 
-    def read(self, table: int, slots: np.ndarray) -> list[np.ndarray]:
-        """Copies of the weights and each state array of `slots`, (n, width) NumPy arrays.
+    def read(self, table: int, slots: np.ndarray, out: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
+        """Copies of the weights and each state array of `slots`, (n, width) NumPy arrays; in the given ones, if any are.
 
         Weights lie as they are stored (`RowType.storage`), state is float32.
         """
         self.await_moves()
-        return [self.backend.to_host(self.backend.gather_rows(array, slots)) for array in self._arrays(table)]
+        arrays = self._arrays(table)
+        if not out:
+            return [self.backend.to_host(self.backend.gather_rows(array, slots)) for array in arrays]
+        for array, place in zip(arrays, out, strict=True):
+            if self.backend.direct and place.flags.c_contiguous:
+                self.backend.gather_rows(array, slots, torch.from_numpy(place))
+            else:
+                place[:] = self.backend.to_host(self.backend.gather_rows(array, slots))
+        return list(out)
 
     # ------------------------------------------------------------------------------------------- one stream and another
 

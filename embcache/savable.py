@@ -78,7 +78,8 @@ class Savable:
             Write only rows that have changed since the generation that was last saved or restored here at `path`. A full
             one is written where there is none, and where the deltas since the last full one have come to as much as one costs.
         background : bool
-            Return as soon as the state to be written is fixed, and write it in a thread while training goes on.
+            Return as soon as the state to be written is fixed, and write it in a thread while training goes on: as long as batches
+            are trained, the thread works for a sixth of the time.
         state : optional
             Your own, for `RestoreReport.state`: numbers, strings, None, bytes, arrays and tensors, in lists, tuples and dicts. (A
             dense model's ``state_dict()``, the position in the data.)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from ._core.cut import CHANGED, IN, Cut, changed_rows, next_period, touched_rows
 from .checkpoint import TableDescription, Writer, batches_of_rows, prune_after
 from .errors import EmbCacheError
 from .filterfile import SKETCHES, meaning, sketch_name
+from .pace import Pace
 
 if TYPE_CHECKING:
     from ._core.plan import Plan
@@ -34,7 +35,6 @@ __all__ = ["Part", "SaveJob"]
 
 KEPT_BYTES = 256 << 20
 PIECE_ROWS = 1024  # about half a millisecond inside the door
-PAUSE_S = 50e-6  # what a thread that waits at the door takes to wake up
 EXTENT_ROWS = 1024
 
 
@@ -130,16 +130,18 @@ class Part:
             arrays["frequencies"][:] = counts
             arrays["timestamps"][:] = last
         resident = np.flatnonzero(slots >= 0)
-        states = [arrays["state"]] if description.state_dim else []
-        if len(resident) < len(rows):
+        if len(resident) == len(rows):
+            ends = np.cumsum([0, *manager.spec.state_widths(description.dim)]).tolist()
+            parts = [arrays["state"][:, low:high] for low, high in pairwise(ends)]
+            manager.buffer.read(self.t, slots, [arrays["weights"], *parts])
+        else:
             home = rows.copy()
             home[resident] = -1
-            self.core.read_into(home, arrays["weights"], None, states)
-        if len(resident):
+            self.core.read_into(home, arrays["weights"], None, [arrays["state"]] if description.state_dim else [])
             weights, *parts = manager.buffer.read(self.t, slots[resident])
             arrays["weights"][resident] = weights
             if parts:
-                arrays["state"][resident] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+                arrays["state"][resident] = np.concatenate(parts, axis=1)
         self.members[rows] &= 0xFF ^ IN
         self.left -= len(rows)
 
@@ -187,6 +189,7 @@ class SaveJob:
         self.rows_written = 0
         self.not_pruned: Exception | None = None
         self.done = threading.Event()
+        self._pace = Pace()
         self._values: dict[str, tuple[bytes, bytes]] = {}
         self._room = threading.Condition()  # guards what follows
         self._held = 0
@@ -241,6 +244,7 @@ class SaveJob:
 
     def comes_in(self, manager: EmbCacheManager, plan: Plan) -> None:
         """The rows of a plan are in their slots, and its batch is about to train: copy out what it concerns."""
+        self._pace.note_step()
         if self._failure is None:
             with self._failing():
                 self._keep_plan(manager, plan)
@@ -343,13 +347,14 @@ class SaveJob:
         if len(part.erased):
             writer.write_erased(part.description, part.erased)
         most = writer.rows_per_chunk(part.description)
+        arrays = _room_for(part.description, min(most, part.left)) if self.background else {}
         for rows in part.batches(most):
             self._check()
             if self._held > KEPT_BYTES // 2:
                 for other in self.parts:
                     self._write_kept(writer, other)
             if self.background:
-                self._write_in_pieces(writer, part, rows)
+                self._write_in_pieces(writer, part, rows, arrays)
                 continue
             with part.manager.door:
                 rows = part.take(rows)
@@ -365,32 +370,42 @@ class SaveJob:
         if part.filter is not None:
             self._write_filter(writer, part, part.filter)
 
-    def _write_in_pieces(self, writer: Writer, part: Part, rows: np.ndarray) -> None:
-        """One chunk, read a little at a time, so that nobody waits long at the door; who does gets in between."""
-        arrays, count = _room_for(part.description, len(rows)), 0
+    def _write_in_pieces(self, writer: Writer, part: Part, rows: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        """One chunk, read a little at a time into `arrays`, so that nobody waits long at the door; who does gets in between."""
+        count = 0
         for begin in range(0, len(rows), PIECE_ROWS):
             with part.manager.door:
                 piece = part.take(rows[begin : begin + PIECE_ROWS])
                 if len(piece):
                     part.read(piece, {name: array[count : count + len(piece)] for name, array in arrays.items()})
             count += len(piece)
-            time.sleep(PAUSE_S)
+            self._pace.pause(hurry=self._held > KEPT_BYTES // 2)
         if count:
             columns: dict[str, Any] = {name: array[:count] for name, array in arrays.items()}
             writer.write_rows(part.description, **columns)
             self.rows_written += count
 
     def _write_kept(self, writer: Writer, part: Part) -> None:
+        """Write the copies: small ones together, so that they make whole chunks."""
         with self._room:
             kept, part.kept = part.kept, []
-        for begin in range(0, len(kept), 64):
-            some = kept[begin : begin + 64]
-            columns: dict[str, Any] = {name: np.concatenate([arrays[name] for arrays in some]) for name in some[0]}
+        most = writer.rows_per_chunk(part.description)
+        at = 0
+        while at < len(kept):
+            begin, count = at, 0
+            while at < len(kept) and (at == begin or count + len(kept[at]["keys"]) <= most):
+                count += len(kept[at]["keys"])
+                at += 1
+            some = kept[begin:at]
+            columns: dict[str, Any] = some[0]
+            if len(some) > 1:
+                columns = {name: np.concatenate([arrays[name] for arrays in some]) for name in some[0]}
             writer.write_rows(part.description, **columns)
-            self.rows_written += len(columns["keys"])
+            self.rows_written += count
             with self._room:
                 self._held -= sum(array.nbytes for arrays in some for array in arrays.values())
                 self._room.notify_all()
+            self._pace.pause(hurry=self._held > KEPT_BYTES // 2)
 
     def _write_filter(self, writer: Writer, part: Part, state: dict[str, Any]) -> None:
         for name in SKETCHES:

@@ -24,7 +24,7 @@ LAYERS = [
     ["budget", "filterfile", "table"],
     ["commands"],
     ["cli"],
-    ["features", "hostmemory", "lookup", "replay", "timeline"],
+    ["features", "hostmemory", "lookup", "pace", "replay", "timeline"],
     ["batches", "devices", "layout"],
     ["buffer", "door", "optim", "swapinfo", "values"],
     ["feed", "savejob", "view"],

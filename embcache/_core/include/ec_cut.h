@@ -214,26 +214,36 @@ static int64_t ec_cut_members(const ec_overlay *o, const ec_side *s, int64_t num
 /* What rows are, and where: the cut's while no finished plan has used them. Writes their keys, where each is now (a slot of the whole
  * buffer, or -1: in the host row), and where the table keeps counters those. Whether a sweep has killed a row meanwhile does not count. */
 static void ec_cut_read(const ec_cut *cut, const ec_side *s, const int64_t *rows, int64_t n, int64_t *keys, int64_t *slots, int64_t *freq, int64_t *last) {
+    enum { BLOCK = 64 }; /* rows whose cache misses overlap, one kind after the other */
     const ec_table *t = s->table;
-    for (int64_t i = 0; i < n; i++) {
-        if (i % 16 == 0)
-            for (int64_t j = i + 16; j < i + 32 && j < n; j++) {
-                EC_PREFETCH_WRITE(ec_table_key(t, rows[j]));
-                EC_PREFETCH_WRITE(ec_table_flags(t, rows[j]));
+    uint64_t hashes[BLOCK];
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+        const int64_t end = begin + BLOCK < n ? begin + BLOCK : n;
+        for (int64_t i = begin; i < end; i++) {
+            EC_PREFETCH_READ(ec_table_key(t, rows[i]));
+            EC_PREFETCH_READ(ec_table_flags(t, rows[i]));
+        }
+        for (int64_t i = begin; i < end; i++) {
+            keys[i] = *ec_table_key(t, rows[i]);
+            if (!(*ec_table_flags(t, rows[i]) & EC_RESIDENT)) continue;
+            hashes[i - begin] = ec_hash(keys[i]);
+            if (s->cache.index.bucket_count > 0) ec_index_prefetch(&s->cache.index, hashes[i - begin]);
+        }
+        for (int64_t i = begin; i < end; i++) {
+            slots[i] = *ec_table_flags(t, rows[i]) & EC_RESIDENT ? ec_index_find(&s->cache.index, keys[i], hashes[i - begin]) : -1;
+            if (slots[i] >= 0) EC_PREFETCH_READ(&s->cache.slots[slots[i]]);
+        }
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t moved = cut->places.size > 0 ? ec_index_find(&cut->places, rows[i], ec_hash(rows[i])) : -1;
+            int64_t slot = moved >= 0 ? moved - 1 : slots[i];
+            if (slot >= 0 && moved < 0 && s->cache.slots[slot].row != rows[i]) slot = -1;
+            slots[i] = slot < 0 ? -1 : slot + s->base;
+            if (s->filter) {
+                ec_cut_counters(cut, s, keys[i], rows[i], &freq[i], &last[i]);
+            } else if (t->with_filter) {
+                freq[i] = *ec_table_freq(t, rows[i]);
+                last[i] = *ec_table_ts(t, rows[i]);
             }
-        const int64_t row = rows[i], key = *ec_table_key(t, row);
-        const int64_t moved = cut->places.size > 0 ? ec_index_find(&cut->places, row, ec_hash(row)) : -1;
-        int64_t slot = -1;
-        if (moved >= 0) slot = moved - 1;
-        else if (*ec_table_flags(t, row) & EC_RESIDENT) slot = ec_index_find(&s->cache.index, key, ec_hash(key));
-        if (slot >= 0 && moved < 0 && s->cache.slots[slot].row != row) slot = -1;
-        keys[i] = key;
-        slots[i] = slot < 0 ? -1 : slot + s->base;
-        if (s->filter) {
-            ec_cut_counters(cut, s, key, row, &freq[i], &last[i]);
-        } else if (t->with_filter) {
-            freq[i] = *ec_table_freq(t, row);
-            last[i] = *ec_table_ts(t, row);
         }
     }
 }
@@ -263,8 +273,10 @@ static int64_t ec_cut_touched(const ec_side *s, const ec_part *p, int64_t *rows)
 /* Rows of residents that a plan has used since the last save. `rows` has room for all residents. Returns how many. */
 static int64_t ec_cut_used(const ec_side *s, int64_t *rows) {
     int64_t n = 0;
-    for (int64_t slot = 0; slot < s->cache.capacity; slot++)
-        if (s->cache.state[slot] == EC_SLOT_LIVE && s->cache.seats[slot].period == s->cache.period) rows[n++] = s->cache.slots[slot].row;
+    for (int64_t slot = 0; slot < s->cache.capacity; slot++) { /* without a branch, which would go either way at random */
+        rows[n] = s->cache.slots[slot].row;
+        n += (s->cache.state[slot] == EC_SLOT_LIVE) & (s->cache.seats[slot].period == s->cache.period);
+    }
     return n;
 }
 

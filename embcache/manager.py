@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._core.notice import Notice
 from ._core.plan import Plan
 from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapManager
 from ._core.table import Table
@@ -51,7 +52,7 @@ FREE_MEMORY_SHARE = 0.6
 FIRST_SLOTS = 256
 MAX_SLOTS = 2**31 - 2
 COUNTERS = ("hits", "misses", "swap_in_rows", "swap_out_rows", "admitted", "rejected", "evicted", "forgotten", "born")
-GAUGES = ("capacity", "resident", "free", "pinned")
+GAUGES = ("capacity", "resident", "free", "pinned", "coming_keys", "coming_uses", "coming_bytes")
 
 
 class EmbCacheManager(Savable):
@@ -69,7 +70,8 @@ class EmbCacheManager(Savable):
         plan and update do not count: their slots may move.)
     policy : str
         Whose slot is taken where room is needed: ``"lru"`` (the least recently used), ``"lfu"`` (the least often used,
-        aged) or ``"s3fifo"`` (new keys prove themselves first). It decides how many rows move, never what is trained;
+        aged), ``"s3fifo"`` (new keys prove themselves first) or ``"lookahead"`` (the one whose next use is farthest, as far
+        as `look_ahead` was told; ``"lru"`` beyond). It decides how many rows move, never what is trained;
         `embcache.simulate` counts hits over a trace.
     num_threads : int, optional
         Threads of planning and row kernels. Results never depend on it.
@@ -277,13 +279,15 @@ class EmbCacheManager(Savable):
 
     # --------------------------------------------------------------------------------------------------------- planning
 
-    def plan(self, batch: Any) -> SwapInfo:
+    def plan(self, batch: Any, notice: Notice | None = None) -> SwapInfo:
         """Plan a training batch: count, admit, place its keys, choose victims. Moves no rows.
 
         Parameters
         ----------
         batch : JaggedFeatures or torchrec KeyedJaggedTensor
             Features that no table uses are left out.
+        notice : Notice, optional
+            What `look_ahead` returned for this batch.
 
         Raises
         ------
@@ -300,10 +304,10 @@ class EmbCacheManager(Savable):
                 raise PlanError(
                     "plan() in a callback of plan_async() while other batches are queued would wait for itself; call plan_async() there"
                 )
-            return self.plan_async(batch).result()
-        return self._plan(batch)
+            return self.plan_async(batch, notice).result()
+        return self._plan(batch, notice)
 
-    def plan_and_move(self, batch: Any) -> SwapInfo:
+    def plan_and_move(self, batch: Any, notice: Notice | None = None) -> SwapInfo:
         """`plan`, `swap_out` and `swap_in` as one step: no other thread sees the batch half way.
 
         Growth may move the slots of the returned plan later (see `let_slots_move`).
@@ -316,10 +320,10 @@ class EmbCacheManager(Savable):
         if saving is not None:
             saving.wait_for_room()
         # A queue is drained by a worker that needs the lock, so waiting for it must happen outside.
-        info = self.plan(batch) if self._queued else None
+        info = self.plan(batch, notice) if self._queued else None
         with self.door.planning:
             if info is None:
-                info = self._plan_flat(self.layout.flatten(as_jagged_features(batch)))
+                info = self._plan_flat(self.layout.flatten(as_jagged_features(batch)), notice)
             try:
                 self.complete_abandoned()
                 self._swap_out(info.plan)
@@ -330,17 +334,17 @@ class EmbCacheManager(Savable):
                 raise
             return info
 
-    def plan_ahead(self, flat: FlatBatch, timeline: Timeline, number: int) -> SwapInfo:
+    def plan_ahead(self, flat: FlatBatch, timeline: Timeline, number: int, notice: Notice | None = None) -> SwapInfo:
         """`plan_and_move` of a flattened batch while earlier ones train: rows move on the side stream.
 
-        `timeline` is told when the stages of batch `number` begin and end. Raises as `plan_and_move`.
+        `notice` is what `look_ahead` returned for it. `timeline` is told when the stages of batch `number` begin and end. Raises as `plan_and_move`.
         """
         saving = self.saving
         if saving is not None:
             saving.wait_for_room()
         with self.door.planning:
             start = timeline.start("plan", number)
-            info = self._plan_flat(flat)
+            info = self._plan_flat(flat, notice)
             try:
                 timeline.stop("plan", number, start)
                 with self.buffer.moving():
@@ -356,28 +360,28 @@ class EmbCacheManager(Savable):
                 raise
             return info
 
-    def _plan(self, batch: Any) -> SwapInfo:
+    def _plan(self, batch: Any, notice: Notice | None = None) -> SwapInfo:
         flat = self.layout.flatten(as_jagged_features(batch))
         saving = self.saving
         if saving is not None:
             saving.wait_for_room()
         with self.door.planning:
-            return self._plan_flat(flat)
+            return self._plan_flat(flat, notice)
 
-    def _plan_flat(self, flat: FlatBatch) -> SwapInfo:
+    def _plan_flat(self, flat: FlatBatch, notice: Notice | None = None) -> SwapInfo:
         """Plan a flattened batch, inside the door."""
         self.complete_abandoned()
-        plan = self._plan_with_room(flat)
+        plan = self._plan_with_room(flat, notice)
         self.door.changes += 1
         return SwapInfo(self, plan, flat)
 
-    def _plan_with_room(self, flat: FlatBatch) -> Plan:
+    def _plan_with_room(self, flat: FlatBatch, notice: Notice | None) -> Plan:
         """Plan; where the buffer may grow, see first that the batch and a few like it fit beside the residents."""
         if not self._growing:
-            return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked)
+            return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice)
         movable = self._can_grow()
         try:
-            plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked)
+            plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice)
             if plan.misses == 0 and plan.num_uniques * self._headroom <= self._slots.min():
                 return plan  # nothing left, and there is room: by far the most frequent case once a buffer has grown
         except HbmCapacityError as error:
@@ -395,7 +399,7 @@ class EmbCacheManager(Savable):
             uniques = np.array([len(np.unique(flat.keys[start:stop])) for start, stop in pairwise(edges)])
             if not self._grow(self._wanted(uniques, uniques)):
                 raise
-            return self._plan_with_room(flat)
+            return self._plan_with_room(flat, notice)
         uniques = np.diff(plan.unique_offsets)
         short = (np.diff(plan.swap_out_offsets) > 0) | (uniques * self._headroom > self._slots)
         if not movable or not (short & self._growable()).any():
@@ -403,14 +407,14 @@ class EmbCacheManager(Savable):
         wanted = self._wanted(uniques, plan.table_misses)
         self.planner.cancel(plan)
         self._grow(wanted)
-        return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked)
+        return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice)
 
     def _wanted(self, uniques: np.ndarray, misses: np.ndarray) -> np.ndarray:
         """Slots each table needs to keep its residents, take `misses` in, and have room for a few batches like this."""
         held = np.array([self.planner.capacity(t) - self.planner.free_slots(t) for t in range(len(uniques))])
         return np.maximum(held + misses, self._headroom * uniques)
 
-    def plan_async(self, batch: Any) -> Future[SwapInfo]:
+    def plan_async(self, batch: Any, notice: Notice | None = None) -> Future[SwapInfo]:
         """Plan in a worker thread; returns a Future of the `SwapInfo`. Plans are made in the order of the calls.
 
         Do not change the tensors of `batch` before the Future is done.
@@ -418,11 +422,60 @@ class EmbCacheManager(Savable):
         with self.door:
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "embcache-plan", initializer=self._note_worker)
-            future = self._worker.submit(self._plan, batch)
+            future = self._worker.submit(self._plan, batch, notice)
             self._queued += 1
         # A callback, since a Future that is cancelled before its turn never runs.
         future.add_done_callback(self._unqueue)
         return future
+
+    def look_ahead(self, batch: Any) -> Notice:
+        """Tell the policy ``"lookahead"`` of a batch to come: its ids only, far earlier than its rows can be in flight.
+
+        Give the notice to `plan` with the batch, or to `withdraw` if the batch will not come. Batches are expected in the
+        order of these calls; they may come in another. Rows stay in HBM for a batch that is expected, so long as
+        its notice is given; what a notice costs is in `stats`: ``coming_keys``, ``coming_uses``, ``coming_bytes``.
+
+        Parameters
+        ----------
+        batch : JaggedFeatures, torchrec KeyedJaggedTensor or FlatBatch
+            A batch, or what this manager's layout made of it.
+
+        Raises
+        ------
+        ConfigError
+            The policy is another one.
+        ShapeError
+            The batch does not fit.
+        HostMemoryError
+            In each case nothing has changed.
+
+        Examples
+        --------
+        >>> import torch, embcache as ec
+        >>> m = ec.EmbCacheManager([ec.TableConfig("item", 8, hbm_rows=2)], policy="lookahead")
+        >>> batches = [ec.JaggedFeatures(["item"], torch.tensor(ids), torch.tensor([1])) for ids in ([1], [2], [3], [1])]
+        >>> notices = [m.look_ahead(batch) for batch in batches]
+        >>> for batch, notice in zip(batches, notices):
+        ...     info = m.plan(batch, notice)
+        ...     m.swap_out(info); m.swap_in(info); m.finish(info)
+        >>> m.stats()["hits"]  # 3 took the slot of 2, which is not used any more
+        1
+        >>> m.close()
+        """
+        flat = batch if isinstance(batch, FlatBatch) else self.layout.flatten(as_jagged_features(batch))
+        with self.door.planning:
+            return self.planner.look_ahead(flat.keys, flat.table_offsets)
+
+    def withdraw(self, notice: Notice) -> None:
+        """Take a notice back, whose batch will not be planned. Twice is allowed.
+
+        Raises
+        ------
+        PlanError
+            Its batch has been planned.
+        """
+        with self.door.planning:
+            self.planner.withdraw(notice)
 
     def _note_worker(self) -> None:
         self._worker_thread = threading.get_ident()
@@ -735,6 +788,7 @@ class EmbCacheManager(Savable):
         planner.start_at(old.step)
         self.buffer.resize(capacities)
         planner.set_bases(self.buffer.bases)
+        planner.adopt_notices(old)
         self.planner = self.door.planner = planner
         self._slots = np.array(capacities)
         self._settle_at(self._slots)
@@ -812,6 +866,7 @@ class EmbCacheManager(Savable):
         """Put `tables` and `planner`, as `fresh_table` and `fresh_planner` gave them, in the places of the present ones."""
         self._past = self._totals()
         old_tables, old_planner = self.host_tables, self.planner
+        planner.adopt_notices(old_planner)
         self.host_tables = tables
         self.planner = self.door.planner = planner
         self.door.changes += 1
@@ -842,7 +897,9 @@ class EmbCacheManager(Savable):
         moved; ``admitted``/``rejected`` unique keys with and without a slot; ``evicted`` rows lost in a sweep; ``born`` new
         rows; ``rows`` keys in the host tables; ``host_bytes`` and ``hbm_bytes`` memory held; ``file_bytes``
         of directories; ``capacity``, ``resident``,
-        ``free`` and ``pinned`` slots; ``step`` the last planned training step.
+        ``free`` and ``pinned`` slots; ``coming_keys`` and ``coming_uses`` distinct keys of the batches that `look_ahead` was told
+        of, all together and summed up batch by batch, and ``coming_bytes`` held for them; ``step`` the last planned
+        training step.
         """
         with self.door:
             tables: dict[str, dict[str, int]] = {}

@@ -81,6 +81,7 @@ cdef class Plan:
     cdef readonly int64_t num_uniques
     cdef readonly int64_t hits
     cdef readonly int64_t misses
+    cdef object notice           # of the batch, or None
     cdef ec_arrays out           # pointers into the two blocks
     cdef object front, back      # owners of the blocks
     cdef dict arrays             # NumPy views made so far

@@ -1,13 +1,12 @@
 """Replays a trace of accesses through the planner's own policies, outside any planner (ec_simulate.h, ec_lookahead.h)."""
 
 from embcache._core.digest import random_seed
-from embcache._core.swap import POLICIES
 from embcache.errors import ConfigError, whole_number
 
 from libc.stdint cimport int64_t, uint64_t
 
 from embcache._core.arena cimport ec_promises_share, promises
-from embcache._core.swap cimport host_memory, int64_array, policy_number
+from embcache._core.swap cimport EC_LOOKAHEAD, host_memory, int64_array, policy_number
 from embcache._core.table cimport EC_NOMEM
 
 ec_promises_share(promises())
@@ -26,12 +25,8 @@ def simulate(keys, capacity, policy="lru", lookahead=None):
     cdef const int64_t[::1] view = int64_array("keys", keys, -1)
     cdef int64_t n = view.shape[0], slots, hits, window = 0
     cdef uint64_t seed = random_seed()
-    cdef int looks_ahead = isinstance(policy, str) and policy == "lookahead"
-    cdef int kind = 0
-    if not looks_ahead:
-        if not isinstance(policy, str) or policy not in POLICIES:
-            raise ConfigError(f"policy = {policy!r}; give one of {', '.join(map(repr, POLICIES))}, 'lookahead'")
-        kind = policy_number(policy)
+    cdef int kind = policy_number(policy)
+    cdef int looks_ahead = kind == EC_LOOKAHEAD
     if lookahead is not None:
         if not looks_ahead:
             raise ConfigError(f"lookahead = {lookahead!r}; policy {policy!r} does not look ahead, leave it out")

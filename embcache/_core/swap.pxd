@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from embcache._core.filter cimport FeatureFilter, ec_filter
+from embcache._core.notice cimport Notice
 from embcache._core.plan cimport EC_CANCELLED, EC_FINISHED, EC_PLANNED, EC_SWAPPED_IN, EC_SWAPPED_OUT, Plan, Shelf, ec_arrays, ec_part, ec_part_free, ec_plan, ec_vec
 from embcache._core.table cimport ec_table
 from embcache._core.threads cimport ec_task_fn
@@ -30,11 +31,25 @@ cdef extern from "ec_cache.h":
     ctypedef struct ec_slotset:
         int64_t count
 
+    ctypedef struct ec_index:
+        int64_t size
+
     ctypedef struct ec_ghost:
         int64_t span
 
+    ctypedef struct ec_coming:
+        ec_index index
+        ec_vec order
+        int64_t uses
+
     ctypedef struct ec_policy:
+        int kind
         ec_ghost ghost
+        ec_coming coming
+
+    const int EC_LOOKAHEAD
+    const uint32_t EC_NO_NOTICE
+    const uint32_t EC_NOTICES_MAX
 
     ctypedef struct ec_cache:
         int64_t capacity
@@ -74,6 +89,8 @@ cdef extern from "ec_plan.h":
     void ec_side_row_free(void *table, int64_t key, int64_t row) noexcept nogil
     int ec_side_check(const ec_side *s) noexcept nogil
     void ec_plan_undo(ec_side *s, ec_part *p) noexcept nogil
+    void ec_plan_unsee(ec_side *s, ec_part *p) noexcept nogil
+    void ec_plan_seen(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_swapped_out(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_finish(ec_side *s, ec_part *p) noexcept nogil
     int ec_side_slot_dead(const ec_side *s, const ec_slot *slot) noexcept nogil
@@ -103,6 +120,7 @@ cdef extern from "ec_work.h":
     ctypedef struct ec_work:
         int64_t tables
         int64_t n
+        uint32_t notice
         int64_t sweep_rows
         int avx2
         double bracket
@@ -181,6 +199,38 @@ cdef extern from "ec_peek.h":
     int64_t ec_side_forget_waiting(ec_side *s, const int64_t *keys, int64_t n) noexcept nogil
 
 
+cdef extern from "ec_notice.h":
+    ctypedef struct ec_use:
+        pass
+
+    ctypedef struct ec_look_part:
+        int64_t count
+        int status
+
+    ctypedef struct ec_look:
+        int64_t tables
+        const int64_t *keys
+        const int64_t *offsets
+        ec_side *sides
+        uint32_t id
+        uint64_t number
+        ec_look_part *parts
+        ec_vec uses
+        void *block
+        size_t bytes
+
+    void ec_phase_look_collect(void *look, int64_t t) noexcept nogil
+    void ec_phase_look_link(void *look, int64_t t) noexcept nogil
+    int ec_look_scratch(ec_look *look) noexcept nogil
+    void ec_look_free(ec_look *look) noexcept nogil
+    int64_t ec_side_coming_bytes(const ec_side *s) noexcept nogil
+    int ec_look_reserve(ec_look *look) noexcept nogil
+    void ec_look_undo(ec_look *look) noexcept nogil
+    void ec_side_withdraw(ec_side *s, uint32_t id) noexcept nogil
+    void ec_side_noticed(const ec_side *s, uint32_t id, int64_t *keys) noexcept nogil
+    int64_t ec_side_noticed_count(const ec_side *s, uint32_t id) noexcept nogil
+
+
 cdef const int64_t[::1] int64_array(str what, object values, int64_t length)
 cdef int policy_number(object policy) except -1
 cdef object host_memory(str doing)
@@ -192,6 +242,11 @@ cdef class SwapManager:
     cdef ec_plan **plans         # unfinished ones, oldest first: what `unfinished` holds, for C
     cdef int64_t plan_room
     cdef list unfinished         # of Plan
+    cdef ec_look look            # the notice that is taken now
+    cdef int looks               # whether the policy is "lookahead"
+    cdef dict notices            # id -> Notice that counts, in the order they were given
+    cdef list notice_ids         # given back
+    cdef int64_t notice_number   # of the last one
     cdef Shelf shelf             # a large block for the next plan's arrays
     cdef list tables             # of Table, kept alive
     cdef list filters            # of FeatureFilter or None
@@ -218,6 +273,11 @@ cdef class SwapManager:
     cdef int table_number(self, object table) except -1
     cdef void default_bases(self) noexcept
     cdef int reserve_plan(self) noexcept
+    cdef int check_batch(self, const int64_t[::1] offsets, int64_t n) except -1
+    cdef Notice counting(self, object notice, str doing)
+    cdef int notice_into(self, Notice notice, object keys, object table_offsets) except -1
+    cdef int take_notice(self, int threads) noexcept nogil
+    cdef int end_notice(self, Notice notice, int at) except -1
     cdef int prepare(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps) noexcept nogil
     cdef int threads_for(self, int64_t n) noexcept nogil
     cdef int run(self) noexcept nogil

@@ -33,12 +33,13 @@ from embcache.errors import (
 )
 
 from cython cimport final
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 
 from embcache._core.arena cimport ec_promises_share, promises
 from embcache._core.filter cimport FeatureFilter
+from embcache._core.notice cimport GIVEN, PLANNED, SPENT, WITHDRAWN, Notice
 from embcache._core.plan cimport Block, Plan, Shelf
 from embcache._core.table cimport (
     EC_CAPACITY,
@@ -57,7 +58,7 @@ from embcache._core.threads cimport parallel_for, process_mark, process_number, 
 
 ec_promises_share(promises())
 
-POLICIES = ("lru", "lfu", "s3fifo")  # by EC_LRU ...
+POLICIES = ("lru", "lfu", "s3fifo", "lookahead")  # by EC_LRU ...
 PEEK_ABSENT = EC_PEEK_ABSENT
 PEEK_SLOT = EC_PEEK_SLOT
 PEEK_ROW = EC_PEEK_ROW
@@ -84,8 +85,6 @@ cdef const int64_t[::1] int64_array(str what, object values, int64_t length):
 
 cdef int policy_number(object policy) except -1:
     """Number of a policy; ConfigError where this version does not have it."""
-    if policy == "lookahead":
-        raise ConfigError('policy = "lookahead" needs to see the batches to come, which no planner does yet; simulate() has it')
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ConfigError(f"policy = {policy!r}; give one of {', '.join(map(repr, POLICIES))}")
     return POLICIES.index(policy)
@@ -108,7 +107,8 @@ cdef class SwapManager:
     filters : sequence of AdmitAndEvictConfig or None, optional
         One entry a table; a table with a filter must have been made ``with_filter``.
     policy : str
-        Whose slot is taken where room is needed: ``"lru"``, ``"lfu"`` or ``"s3fifo"`` (ec_policy.h says how they choose).
+        Whose slot is taken where room is needed: ``"lru"``, ``"lfu"``, ``"s3fifo"`` or ``"lookahead"`` (ec_policy.h says how
+        they choose). ``"lookahead"`` goes by the batches that `look_ahead` was told of; without any it is ``"lru"``.
     num_threads : int, optional
         At most this many threads plan a batch; nothing observable depends on it.
     sweep_rows : int, optional
@@ -128,6 +128,10 @@ cdef class SwapManager:
     HBM, `mark_swapped_in`; the batch trains; `finish`. Swaps happen in the order of the plans: out 1, in 1, out 2, in 2,
     so a row read for a batch has the write-backs of every earlier one (I5). Finishing may happen in any order.
 
+    Life of a notice (`look_ahead`): it is given, once per batch to come, in the order in which the batches are expected;
+    its batch is planned with it; when that plan finishes it is spent. A cancelled plan leaves it as it was. A batch may come out
+    of turn, or not at all: then `withdraw` its notice, or its keys are kept in HBM and its memory is kept for ever.
+
     Thread safety: calls may come from any thread; one at a time runs.
     """
 
@@ -141,6 +145,10 @@ cdef class SwapManager:
         self.process = process_mark()
         self.number = next(_manager_numbers)
         self.unfinished = []
+        self.notices = {}
+        self.notice_ids = []
+        self.notice_number = 0
+        memset(&self.look, 0, sizeof(ec_look))
         self.shelf = Shelf()
 
         self.tables = list(tables)
@@ -194,6 +202,12 @@ cdef class SwapManager:
                 raise host_memory(f"making {capacities[t]} slots for table {self.tables[t].name!r}")
             side.cache.row_free = ec_side_row_free
             side.cache.table = side.table
+        self.looks = policy_kind == EC_LOOKAHEAD
+        self.look.tables = count
+        self.look.sides = self.work.sides
+        self.look.parts = <ec_look_part *>calloc(count, sizeof(ec_look_part))
+        if self.look.parts == NULL:
+            raise host_memory("making a planner")
         self.default_bases()
         if pthread_mutex_init(&self.mutex, NULL) != 0:
             raise host_memory("making a planner")
@@ -292,7 +306,18 @@ cdef class SwapManager:
 
     # ------------------------------------------------------------------------------------------------------------ plan
 
-    def plan(self, keys, table_offsets, timestamps=None, clicked=None):
+    cdef int check_batch(self, const int64_t[::1] offsets, int64_t n) except -1:
+        """Raise ShapeError unless `offsets` cut n keys into the keys of the tables."""
+        cdef int64_t t
+        if offsets[0] != 0 or offsets[self.work.tables] != n:
+            raise ShapeError(f"table_offsets: run from {offsets[0]} to {offsets[self.work.tables]}; for {n} keys give 0 to {n}")
+        for t in range(self.work.tables):
+            if offsets[t + 1] < offsets[t]:
+                raise ShapeError(f"table_offsets: {offsets[t + 1]} follows {offsets[t]} at table {self.tables[t].name!r}; offsets must not fall")
+            if offsets[t + 1] - offsets[t] > EC_DEDUP_MAX_KEYS:
+                raise ShapeError(f"table {self.tables[t].name!r}: {offsets[t + 1] - offsets[t]} keys in one batch; the limit is {EC_DEDUP_MAX_KEYS}")
+
+    def plan(self, keys, table_offsets, timestamps=None, clicked=None, notice=None):
         """Plan one training batch.
 
         Parameters
@@ -305,6 +330,9 @@ cdef class SwapManager:
             Event times of the keys; needed where a table evicts by time.
         clicked : uint8[n], optional
             Whether each occurrence was clicked; needed where a table has the show/click policy.
+        notice : Notice, optional
+            The one that `look_ahead` gave for this batch. Its keys count as used now, also those that the batch lacks. One
+            that was withdrawn makes no difference.
 
         Returns
         -------
@@ -318,6 +346,8 @@ cdef class SwapManager:
             A table needs timestamps, or clicks, and has keys, but none are given.
         HbmCapacityError
             A table has too few slots that no unfinished batch pins.
+        PlanError
+            The notice is another SwapManager's, or its batch was planned before.
         HostMemoryError
             In each case everything is as it was.
         """
@@ -334,13 +364,8 @@ cdef class SwapManager:
         cdef const uint8_t *clicks = &click_view[0] if clicked is not None and n > 0 else NULL
         cdef int64_t t, locked = 0
         cdef int status
-        if offset_view[0] != 0 or offset_view[self.work.tables] != n:
-            raise ShapeError(f"table_offsets: run from {offset_view[0]} to {offset_view[self.work.tables]}; for {n} keys give 0 to {n}")
+        self.check_batch(offset_view, n)
         for t in range(self.work.tables):
-            if offset_view[t + 1] < offset_view[t]:
-                raise ShapeError(f"table_offsets: {offset_view[t + 1]} follows {offset_view[t]} at table {self.tables[t].name!r}; offsets must not fall")
-            if offset_view[t + 1] - offset_view[t] > EC_DEDUP_MAX_KEYS:
-                raise ShapeError(f"table {self.tables[t].name!r}: {offset_view[t + 1] - offset_view[t]} keys in one batch; the limit is {EC_DEDUP_MAX_KEYS}")
             if timestamps is None and offset_view[t + 1] > offset_view[t] and self.filters[t] is not None and self.filters[t].config.needs_timestamps:
                 raise ConfigError(f'table {self.tables[t].name!r} evicts by time but the batch has no timestamps; give them, or set time_source="step"')
             if clicked is None and offset_view[t + 1] > offset_view[t] and self.filters[t] is not None and self.filters[t].config.needs_labels:
@@ -351,7 +376,10 @@ cdef class SwapManager:
         cdef Block front
         cdef size_t spare_bytes
         try:
+            notice = None if notice is None else self.counting(notice, "plan")
+            self.work.notice = EC_NO_NOTICE if notice is None else (<Notice>notice).id
             plan = Plan.__new__(Plan)
+            plan.notice = notice
             plan.plan.parts = <ec_part *>calloc(self.work.tables, sizeof(ec_part))
             if plan.plan.parts == NULL or self.reserve_plan() != EC_OK:
                 raise host_memory("planning a batch")
@@ -387,6 +415,8 @@ cdef class SwapManager:
                 if locked < self.work.tables and status == EC_OK:
                     raise self.lock_failure(locked, self.lock_status)
                 raise self.failure(plan, status)
+            if notice is not None:
+                (<Notice>notice).at = PLANNED
             self.last_step += 1
             plan.step = plan.plan.step = self.last_step
             plan.plan.state = EC_PLANNED
@@ -571,6 +601,8 @@ cdef class SwapManager:
                     ec_part_free(&plan.plan.parts[t])
                 self.unlock_tables(self.work.tables)
             plan.plan.state = EC_CANCELLED
+            if plan.notice is not None:
+                (<Notice>plan.notice).at = GIVEN
             self.forget(at)
             self.last_step -= 1
             self.epoch += 1
@@ -640,8 +672,190 @@ cdef class SwapManager:
                     ec_plan_finish(&self.work.sides[t], &plan.plan.parts[t])
                 self.unlock_tables(self.work.tables)
             plan.plan.state = EC_FINISHED
+            if plan.notice is not None:
+                self.end_notice(plan.notice, SPENT)
             self.forget(at)
             self.epoch += 1
+        finally:
+            self.leave()
+
+    # -------------------------------------------------------------------------------------------------- batches to come
+
+    def look_ahead(self, keys, table_offsets):
+        """Take notice of the keys of a batch to come, for the policy ``"lookahead"``.
+
+        Give notice of each batch once, in the order in which they are expected, as far ahead as pays (some multiples of the
+        slots). It changes nothing but who will be a victim. A window of n keys takes O(n) time and about 12 bytes
+        a distinct key of a batch plus some 80 a distinct key of the window.
+
+        Parameters
+        ----------
+        keys, table_offsets : int64[n], int64[T + 1]
+            As for `plan`: all keys of the batch, any number of times.
+
+        Returns
+        -------
+        Notice
+
+        Raises
+        ------
+        ConfigError
+            The policy is another one.
+        ShapeError
+        HostMemoryError
+            In each case nothing has changed.
+        """
+        cdef Notice notice = Notice.__new__(Notice)
+        self.notice_into(notice, keys, table_offsets)
+        return notice
+
+    cdef int notice_into(self, Notice notice, keys, table_offsets) except -1:
+        """`look_ahead`, told by `notice`, which is nobody's."""
+        cdef const int64_t[::1] key_view = int64_array("keys", keys, -1)
+        cdef int64_t n = key_view.shape[0]
+        cdef const int64_t[::1] offset_view = int64_array("table_offsets", table_offsets, self.work.tables + 1)
+        cdef int64_t t
+        cdef int status
+        self.check_batch(offset_view, n)
+        self.enter()
+        try:
+            if not self.looks:
+                raise ConfigError('look_ahead: this SwapManager does not look ahead; make it with policy="lookahead"')
+            if not self.notice_ids and <uint32_t>len(self.notices) >= EC_NOTICES_MAX:
+                raise HostMemoryError(f"look_ahead: {len(self.notices)} notices are not spent; plan their batches, or withdraw them")
+            notice.id = self.notice_ids[len(self.notice_ids) - 1] if self.notice_ids else len(self.notices)
+            self.notices[notice.id] = notice  # now, since nothing may fail once it counts
+            self.look.id = notice.id
+            self.look.number = self.notice_number + 1
+            self.look.keys = &key_view[0] if n > 0 else NULL
+            self.look.offsets = &offset_view[0]
+            with nogil:
+                status = self.take_notice(self.threads_for(n))
+            if status != EC_OK:
+                del self.notices[notice.id]
+                if status == EC_LIMIT:
+                    raise HostMemoryError("look_ahead: a table is at its limit of keys to come; nothing has changed")
+                raise host_memory("taking notice of a batch")
+            if self.notice_ids:
+                self.notice_ids.pop()
+            self.notice_number += 1
+            notice.block = self.look.block
+            notice.bytes = self.look.bytes
+            notice.number = self.notice_number
+            notice.owner = self.number
+            notice.num_keys = n
+            notice.num_uniques = 0
+            for t in range(self.work.tables):
+                notice.num_uniques += self.look.parts[t].count
+            notice.at = GIVEN
+        finally:
+            self.leave()
+
+    cdef int take_notice(self, int threads) noexcept nogil:
+        """The phases of ec_notice.h. On failure the state is as it was."""
+        cdef ec_look *look = &self.look
+        cdef int64_t t
+        cdef int status = ec_look_scratch(look)
+        if status != EC_OK:
+            return status
+        parallel_for(ec_phase_look_collect, look, look.tables, threads)
+        for t in range(look.tables):
+            if look.parts[t].status != EC_OK:
+                status = look.parts[t].status
+                break
+        if status == EC_OK:
+            status = ec_look_reserve(look)
+        if status != EC_OK:
+            ec_look_undo(look)
+            return status
+        parallel_for(ec_phase_look_link, look, look.tables, threads)
+        return EC_OK
+
+    cdef Notice counting(self, object notice, str doing):
+        """`notice` if it is ours and waits for its batch, None if it was withdrawn; PlanError otherwise."""
+        if not isinstance(notice, Notice):
+            raise PlanError(f"{doing}: notice = {notice!r}; give what look_ahead returned")
+        if (<Notice>notice).at == WITHDRAWN:
+            return None
+        if (<Notice>notice).owner != self.number:
+            raise PlanError(f"{doing}: notice {notice.number} is of another SwapManager")
+        if (<Notice>notice).at != GIVEN:
+            raise PlanError(f"{doing}: notice {notice.number} is {notice.state}; its batch has been planned")
+        return notice
+
+    cdef int end_notice(self, Notice notice, int at) except -1:
+        """The core has forgotten a notice."""
+        notice.end(at)
+        del self.notices[notice.id]
+        self.notice_ids.append(notice.id)
+
+    def withdraw(self, notice):
+        """Take a notice back: its batch will not be planned, or not yet. Twice is allowed.
+
+        Raises
+        ------
+        PlanError
+            The notice is another SwapManager's, or its batch has been planned.
+        """
+        cdef int64_t t
+        cdef Notice counts
+        self.enter()
+        try:
+            counts = self.counting(notice, "withdraw")
+            if counts is None:
+                return
+            with nogil:
+                for t in range(self.work.tables):
+                    ec_side_withdraw(&self.work.sides[t], counts.id)
+            self.end_notice(counts, WITHDRAWN)
+        finally:
+            self.leave()
+
+    def adopt_notices(self, SwapManager other not None):
+        """Go on with the notices that wait for their batches in `other`, a planner that this one takes the place of.
+
+        They stay the same objects. Where memory does not suffice the rest is withdrawn, which makes no difference to results.
+        """
+        for notice in other.notices_given:
+            keys, offsets = other.noticed(notice)
+            other.withdraw(notice)
+            (<Notice>notice).owner = self.number
+            try:
+                self.notice_into(notice, keys, offsets)
+            except HostMemoryError:
+                pass
+
+    def noticed(self, notice):
+        """The distinct keys of a notice, table by table in order of first occurrence, and the tables' offsets.
+
+        None are left once it was withdrawn.
+
+        Returns
+        -------
+        keys : int64[U]
+        table_offsets : int64[T + 1]
+        """
+        cdef int64_t t
+        cdef Notice counts
+        cdef int64_t[::1] key_view, offset_view
+        self.enter()
+        try:
+            counts = self.counting(notice, "noticed")
+            keys, offsets = np.empty(notice.num_uniques + 1, np.int64), np.zeros(self.work.tables + 1, np.int64)
+            key_view, offset_view = keys, offsets
+            for t in range(self.work.tables if counts is not None else 0):
+                offset_view[t + 1] = offset_view[t] + ec_side_noticed_count(&self.work.sides[t], counts.id)
+                ec_side_noticed(&self.work.sides[t], counts.id, &key_view[offset_view[t]])
+            return keys[: offsets[self.work.tables]], offsets
+        finally:
+            self.leave()
+
+    @property
+    def notices_given(self):
+        """Notices that wait for their batches, in the order they were given."""
+        self.enter()
+        try:
+            return tuple([notice for notice in self.notices.values() if notice.state == "given"])
         finally:
             self.leave()
 
@@ -1165,6 +1379,9 @@ cdef class SwapManager:
             "resident": side.cache.live,
             "free": side.cache.free.count,
             "pinned": side.cache.pinned,
+            "coming_keys": side.cache.policy.coming.index.size,
+            "coming_uses": side.cache.policy.coming.uses,
+            "coming_bytes": ec_side_coming_bytes(side),
         }
 
     def stats(self):
@@ -1173,6 +1390,8 @@ cdef class SwapManager:
         ``hits``, ``misses``: unique keys of batches that were, or were not, resident; ``admitted``, ``rejected``: unique keys
         that got a slot, or did not; ``evicted``: keys that a sweep took the row of; ``forgotten``: keys swept before they
         had one; ``born``: rows made; ``swap_in_rows``, ``swap_out_rows``; ``capacity``, ``resident``, ``free``, ``pinned``: slots now;
+        ``coming_keys``, ``coming_uses``: distinct keys that notices name, and how often, a notice counted once;
+        ``coming_bytes``: memory held for that;
         ``dead``: rows of the host table that a sweep has killed and its pass has not taken away yet. `evicted` and `forgotten`
         count from the sweep on; while a pass is under way that takes a look at every row.
         """
@@ -1248,15 +1467,25 @@ cdef class SwapManager:
         cdef int64_t k, t
         for k in reversed(range(len(self.unfinished))):
             if self.plans[k].state == EC_PLANNED:
-                for t in living:
-                    ec_plan_undo(&self.work.sides[t], &self.plans[k].parts[t])
+                for t in range(self.work.tables):
+                    if t in living:
+                        ec_plan_undo(&self.work.sides[t], &self.plans[k].parts[t])
+                    else:
+                        ec_plan_unsee(&self.work.sides[t], &self.plans[k].parts[t])
                 self.plans[k].state = EC_CANCELLED
+                if (<Plan>self.unfinished[k]).notice is not None:
+                    (<Notice>(<Plan>self.unfinished[k]).notice).at = GIVEN
                 self.last_step -= 1
         for k in range(len(self.unfinished)):
             if self.plans[k].state != EC_CANCELLED:
-                for t in living:
-                    ec_plan_finish(&self.work.sides[t], &self.plans[k].parts[t])
+                for t in range(self.work.tables):
+                    if t in living:
+                        ec_plan_finish(&self.work.sides[t], &self.plans[k].parts[t])
+                    else:
+                        ec_plan_seen(&self.work.sides[t], &self.plans[k].parts[t])
                 self.plans[k].state = EC_FINISHED
+                if (<Plan>self.unfinished[k]).notice is not None:
+                    self.end_notice((<Plan>self.unfinished[k]).notice, SPENT)
         self.unfinished = []
         self.epoch += 1
 
@@ -1295,6 +1524,9 @@ cdef class SwapManager:
                 ec_side_retire(&self.work.sides[t])
             self.unlock_living(living)
             self.closed = 1
+            for notice in self.notices.values():
+                (<Notice>notice).end(WITHDRAWN)
+            self.notices = {}
             self.free_all()
         finally:
             self.leave()
@@ -1307,6 +1539,7 @@ cdef class SwapManager:
                 ec_cache_free(&self.work.sides[t].cache)
             if self.overlays != NULL:
                 ec_overlay_free(&self.overlays[t])
+        ec_look_free(&self.look)
         ec_work_free(&self.work)
         free(self.work.sides)
         free(self.overlays)

@@ -88,6 +88,7 @@ class TableModel:
         step: int,
         new_rows: dict[int, int],
         clicks: list[int] | None = None,
+        notice: int | None = None,
     ) -> PlanModel:
         p = PlanModel()
         p.unique = list(dict.fromkeys(keys))
@@ -103,7 +104,7 @@ class TableModel:
         )
         if len(wanted) > self.capacity - blocked:
             raise ModelCapacityError(number, len(wanted), self.capacity - blocked, self.capacity)
-        self._place(p, wanted, step, new_rows)
+        self._place(p, wanted, step, new_rows, notice)
         totals = self.totals
         totals["hits"] += p.hits
         totals["misses"] += len(p.swap_in)
@@ -227,7 +228,7 @@ class TableModel:
             del self.waiting[key]  # no counters are kept
         return False
 
-    def _place(self, p: PlanModel, wanted: list[int], step: int, new_rows: dict[int, int]) -> None:
+    def _place(self, p: PlanModel, wanted: list[int], step: int, new_rows: dict[int, int], notice: int | None) -> None:
         for key in wanted:
             if key in self.resident:
                 p.hits += 1
@@ -250,6 +251,8 @@ class TableModel:
                 self.resident[key] = slot
                 self.pins[key] = {step}
                 p.swap_in.append((key, self.base + slot, self.rows[key].index))
+        if notice is not None:
+            self.policy.spend(notice)
         for key in wanted:
             self.policy.use(key)
         for key, admitted in zip(p.unique, p.admitted, strict=True):
@@ -356,8 +359,9 @@ class PlannerModel:
         times: list[list[int]] | None,
         new_rows: list[dict[int, int]],
         clicks: list[list[int]] | None = None,
+        notice: int | None = None,
     ) -> list[PlanModel]:
-        """Plan a batch; `new_rows`: table -> key -> row index for the keys that get a row."""
+        """Plan a batch; `new_rows`: table -> key -> row index for the keys that get a row; `notice` told of it."""
         trial = self._copy()
         step = trial.step = self.step + 1
         shares = [
@@ -368,6 +372,7 @@ class PlannerModel:
                 step,
                 new_rows[t],
                 None if clicks is None else clicks[t],
+                notice,
             )
             for t, table in enumerate(trial.tables)
         ]
@@ -403,6 +408,16 @@ class PlannerModel:
         self._before.pop(step, None)
         for table in self.tables:
             table.finish(step)
+
+    def look_ahead(self, number: int, keys: list[list[int]]) -> None:
+        self._log.append(("look_ahead", (number, keys)))
+        for table, part in zip(self.tables, keys, strict=True):
+            table.policy.notice(number, part)
+
+    def withdraw(self, number: int) -> None:
+        self._log.append(("withdraw", (number,)))
+        for table in self.tables:
+            table.policy.spend(number)
 
     def drop(self, t: int, key: int) -> None:
         self._log.append(("drop", (t, key)))

@@ -11,6 +11,7 @@ from collections import Counter
 
 import numpy as np
 
+from embcache._core.notice import Notice
 from embcache._core.plan import Plan
 from embcache._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapManager, _fail_allocation
 from embcache._core.table import Table
@@ -31,6 +32,10 @@ def cut(values: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
     return [values[begin:end] for begin, end in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
+def cut_lists(values: np.ndarray, offsets: np.ndarray) -> list[list[int]]:
+    return [part.tolist() for part in cut(values, offsets)]
+
+
 class Rig:
     def __init__(
         self,
@@ -49,6 +54,8 @@ class Rig:
         for table in self.model.tables:
             table.lazy = self.lazy
         self.plans: list[Plan] = []  # unfinished, oldest first
+        self.notices: dict[Notice, list[list[int]]] = {}  # that wait for their batches -> keys
+        self.noticed: dict[int, tuple[Notice, list[list[int]]]] = {}  # step of an unfinished plan -> its notice
         self.host: dict[tuple[int, int], History] = {}  # (table, row) -> history
         self.hbm: dict[int, History] = {}  # slot -> history
         self.truth: dict[tuple[int, int], History] = {}  # (table, row) -> history as trained
@@ -74,14 +81,16 @@ class Rig:
         clicks: list[list[int]] | None = None,
         *,
         fail_allocation: int = -1,
+        notice: Notice | None = None,
     ) -> Plan | None:
         """Plan on both sides; None where both say that there is no room, or the memory request that was to fail did."""
+        number = None if notice is None else notice.number
         batch, offsets = flat(keys)
         stamps = None if times is None else flat(times)[0]
         clicked = None if clicks is None else flat(clicks)[0].astype(np.uint8)
         _fail_allocation(fail_allocation)
         try:
-            plan = self.manager.plan(batch, offsets, stamps, clicked)
+            plan = self.manager.plan(batch, offsets, stamps, clicked, notice)
         except HostMemoryError:
             assert fail_allocation >= 0
             return None
@@ -89,7 +98,7 @@ class Rig:
             try:
                 self.seen["refused"] += 1
                 rows_at_will = [{key: -1 - i for i, key in enumerate(set(part))} for part in keys]
-                self.model.plan(keys, times, rows_at_will, clicks)
+                self.model.plan(keys, times, rows_at_will, clicks, number)
             except ModelCapacityError as expected:
                 assert (error.table, error.need, error.have) == (f"table{expected.table}", expected.need, expected.have)
                 assert error.never_fits == (expected.need > expected.capacity)
@@ -102,7 +111,10 @@ class Rig:
             cut(plan.swap_in_keys, plan.swap_in_offsets), cut(plan.swap_in_rows, plan.swap_in_offsets), strict=True
         )
         rows = [dict(zip(k.tolist(), r.tolist(), strict=True)) for k, r in ins]
-        shares = self.model.plan(keys, times, rows, clicks)
+        shares = self.model.plan(keys, times, rows, clicks, number)
+        if notice is not None:
+            self.noticed[plan.step] = notice, self.notices.pop(notice)
+            assert notice.state == "planned"
         if self.lazy:
             self.take_slots(plan, shares)
         self.compare_plan(plan, shares, keys, offsets)
@@ -175,6 +187,10 @@ class Rig:
         self.manager.cancel(plan)
         self.model.cancel(plan.step)
         self.seen["cancelled"] += 1
+        if plan.step in self.noticed:
+            notice, keys = self.noticed.pop(plan.step)
+            self.notices[notice] = keys
+            assert notice.state == "given"
         assert plan.state == "cancelled"
 
     def move(self) -> None:
@@ -211,6 +227,35 @@ class Rig:
         self.last_finished = max(self.last_finished, plan.step)
         self.model.finish(plan.step)
         self.plans.remove(plan)
+        if plan.step in self.noticed:
+            assert self.noticed.pop(plan.step)[0].state == "spent"
+
+    # ---------------------------------------------------------------------------------------------------------- looking ahead
+
+    def look_ahead(self, keys: list[list[int]], *, fail_allocation: int = -1) -> Notice | None:
+        """Give notice of a batch on both sides; None where the memory request that was to fail did."""
+        _fail_allocation(fail_allocation)
+        try:
+            notice = self.manager.look_ahead(*flat(keys))
+        except HostMemoryError:
+            assert fail_allocation >= 0
+            self.seen["notices refused"] += 1
+            return None
+        finally:
+            _fail_allocation(-1)
+        self.model.look_ahead(notice.number, keys)
+        self.notices[notice] = keys
+        self.seen["notices"] += 1
+        assert notice.state == "given" and notice.num_keys == sum(map(len, keys))
+        assert cut_lists(*self.manager.noticed(notice)) == [list(dict.fromkeys(part)) for part in keys]
+        return notice
+
+    def withdraw(self, notice: Notice) -> None:
+        self.manager.withdraw(notice)
+        self.model.withdraw(notice.number)
+        del self.notices[notice]
+        self.seen["withdrawn"] += 1
+        assert notice.state == "withdrawn"
 
     # ------------------------------------------------------------------------------------------------------ from outside
 
@@ -275,8 +320,11 @@ class Rig:
         self.manager.check()
         assert self.manager.step == self.model.step
         assert list(self.manager.outstanding) == self.plans
+        assert set(self.manager.notices_given) == set(self.notices)
         for t, table in enumerate(self.model.tables):
             stats = self.manager.stats()[t]
+            uses = [set(keys[t]) for keys in (*self.notices.values(), *(keys for _, keys in self.noticed.values()))]
+            assert (stats["coming_keys"], stats["coming_uses"]) == (len(set().union(*uses)), sum(map(len, uses)))
             assert stats["swap_in_rows"] == stats["misses"]
             if self.lazy:
                 self.compare_lazily(t, stats)

@@ -140,7 +140,50 @@ class S3Fifo:
         return [key for key in self.gone if key is not None]
 
 
-POLICIES = {"lru": Lru, "lfu": Lfu, "s3fifo": S3Fifo}
+class LookAhead(Lru):
+    """Who is not used in any batch to come goes first, in order of use; then who is used last of all."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.notices: dict[int, list[int]] = {}  # number, rising -> distinct keys of a batch to come
+
+    def notice(self, number: int, keys: Iterable[int]) -> None:
+        self.notices[number] = list(dict.fromkeys(keys))
+
+    def spend(self, number: int) -> None:
+        """The batch is here, or will not come."""
+        del self.notices[number]
+
+    def next(self, key: int) -> tuple[int, int] | None:
+        """Number of the first batch that uses the key, and the key's place there."""
+        for number in sorted(self.notices):
+            if key in self.notices[number]:
+                return number, self.notices[number].index(key)
+        return None
+
+    def choose(self, pinned: set[int]) -> int:
+        free = [key for key in self.keys if key not in pinned]
+        unseen = [key for key in free if self.next(key) is None]
+        victim = unseen[0] if unseen else max(free, key=self.next)  # type: ignore[arg-type]
+        self.leave(victim)
+        return victim
+
+    def rank(self, key: int) -> int:
+        use = self.next(key)
+        if use is None:
+            return 0
+        after = sum(number > use[0] for number in self.notices)
+        return (after + 1 << 32) - use[1]
+
+    def ordered(self) -> list[int]:
+        ranks = {key: self.rank(key) for key in self.keys}
+        return sorted(self.keys, key=ranks.__getitem__)
+
+    def ranks(self) -> list[int]:
+        return [self.rank(key) for key in self.ordered()]
+
+
+POLICIES = {"lru": Lru, "lfu": Lfu, "s3fifo": S3Fifo, "lookahead": LookAhead}
 
 
 def hits_of(policy: str, keys: Iterable[int], capacity: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
 
 import embcache as ec
+from embcache._core.notice import Notice
 from embcache._core.swap import SwapManager
 from embcache._core.table import Table
 from promises.strategies import make_batch
@@ -29,18 +32,23 @@ def big_plans(num_threads: int, policy: str) -> list[dict]:
     capacities = [16_500, 9_000, 8_500]
     manager = SwapManager(tables, capacities, rules, policy=policy, num_threads=num_threads)
     rng = np.random.default_rng(7)
-    plans = []
+    plans, batches = [], []
     for step in range(8):
         parts = [
             (60_000 * rng.random(size) ** 2).astype(np.int64) * 0x9E3779B97F4A7C1 for size in (20_000, 12_000, 9_000)
         ]
         keys = np.concatenate(parts)
-        offsets = np.cumsum([0, *map(len, parts)])
-        stamps = 10 * step + rng.integers(-20, 1, len(keys))
-        plan = manager.plan(keys, offsets, stamps)
+        batches.append((keys, np.cumsum([0, *map(len, parts)]), 10 * step + rng.integers(-20, 1, len(keys))))
+    ahead = deque(batches) if policy == "lookahead" else deque()
+    notices: deque[Notice] = deque()
+    for step, (keys, offsets, stamps) in enumerate(batches):
+        while ahead and len(notices) < 3:
+            notices.append(manager.look_ahead(*ahead.popleft()[:2]))
+        notice = notices.popleft() if notices else None
+        plan = manager.plan(keys, offsets, stamps, notice=notice)
         if step == 3:
             manager.cancel(plan)
-            plan = manager.plan(keys, offsets, stamps)
+            plan = manager.plan(keys, offsets, stamps, notice=notice)
         if step == 5:
             with pytest.raises(ec.HbmCapacityError):
                 manager.plan(np.arange(50_000), np.array([0, 50_000, 50_000, 50_000]), np.zeros(50_000, np.int64))
@@ -60,7 +68,7 @@ def big_plans(num_threads: int, policy: str) -> list[dict]:
     return plans
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "lookahead"])
 def test_i4_plans_are_the_same_at_any_thread_count(policy: str) -> None:
     expected = big_plans(1, policy)
     for num_threads in THREADS[1:] if policy == "lru" else THREADS[-1:]:

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 import embcache as ec
 import embcache.manager as manager_module
+from embcache._core.notice import Notice
+from embcache._core.swap import POLICIES
 from promises.strategies import (
     ROW_TYPES,
     World,
@@ -59,9 +61,21 @@ def test_i9_bit_identical_at_any_hbm_size() -> None:
         assert count["swap_out_rows"] == 0 or count["evicted"] > 0
         rows = data.draw(st.sampled_from([None, world.least_rows()]) | sizes(world))
         threads = data.draw(st.sampled_from([1, 2, 5]))
-        policy = data.draw(st.sampled_from(["lru", "lfu", "s3fifo"]))
+        policy = data.draw(st.sampled_from(POLICIES))
         collection = make_collection(world, rows, num_threads=threads, policy=policy)
-        found = train(collection, world)
+        windows = world.windows()
+        expect = data.draw(st.integers(0, 4)) if policy == "lookahead" else 0
+        notices: dict[int, list[Notice]] = {}
+
+        def look_ahead(number: int) -> None:
+            """Tell of the batches of the next windows; what was expected of this one is here."""
+            for coming in range(number + 1, min(number + 1 + expect, len(windows))):
+                if coming not in notices:
+                    notices[coming] = [collection.manager.look_ahead(batch) for batch in windows[coming]]
+            for notice in notices.get(number, []):
+                collection.manager.withdraw(notice)
+
+        found = train(collection, world, look_ahead)
         for step, (one, other) in enumerate(zip(found, outputs, strict=True)):
             assert one == other, f"output {step} with {rows} slots"
         assert model_state(collection.manager) == state, f"{rows} slots, {threads} threads, {policy}"
@@ -194,7 +208,7 @@ DRAWN = ec.AdmitAndEvictConfig(
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "lookahead"])
 def test_i9_bit_identical_with_scores_chance_and_sketches_swept_in_slices(
     pooled: bool, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,7 +126,7 @@ def test_i10_a_background_save_is_the_state_at_the_call(
         monkeypatch.setattr(manager_module, "SwapManager", slow)
         gate.rows, gate.refused, gate.permits = data.draw(st.integers(1, 4)), None, threading.Semaphore(10**6)
         manager = ec.EmbCacheManager(
-            tables, optimizer=optimizer, policy=data.draw(st.sampled_from(["lru", "lfu", "s3fifo"]))
+            tables, optimizer=optimizer, policy=data.draw(st.sampled_from(["lru", "lfu", "s3fifo", "lookahead"]))
         )
         alone = ec.EmbCacheManager(tables, optimizer=optimizer)
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:

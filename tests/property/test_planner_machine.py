@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from embcache._core.swap import POLICIES
 from embcache.config import AdmitAndEvictConfig, ShowClick
 from embcache.errors import PlanError
 from models.planner_rig import Rig
@@ -56,13 +57,14 @@ ordinary_times = st.integers(0, 6)
 class PlannerMachine(RuleBasedStateMachine):
     @initialize(
         tables=st.lists(st.tuples(st.integers(1, 8), filters), min_size=1, max_size=3),
-        policy=st.sampled_from(["lru", "lfu", "s3fifo"]),
+        policy=st.sampled_from(["lru", "lfu", "s3fifo", "lookahead", "lookahead"]),
         threads=st.sampled_from([1, 2]),
         sweep_rows=st.sampled_from([None, 1, 2, 5, 80]),
     )
     def start(self, tables, policy, threads, sweep_rows):
         capacities, configs = [capacity for capacity, _ in tables], [config for _, config in tables]
         self.rig = Rig(capacities, configs, policy=policy, num_threads=threads, sweep_rows=sweep_rows)
+        self.looks_ahead = policy == "lookahead"
 
     def batch(self, data, most):
         keys = [data.draw(st.lists(st.sampled_from(KEYS), max_size=most)) for _ in self.rig.tables]
@@ -80,6 +82,29 @@ class PlannerMachine(RuleBasedStateMachine):
         keys, times = self.batch(data, 4)
         clicks = [[time % 2 for time in part] for part in times]
         self.rig.plan(keys, times, clicks, fail_allocation=countdown)
+
+    @precondition(lambda self: self.looks_ahead)
+    @rule(data=st.data(), most=st.sampled_from([2, 4, 8]), countdown=st.sampled_from([-1] * 4 + list(range(12))))
+    def look_ahead(self, data, most, countdown):
+        self.rig.look_ahead(self.batch(data, most)[0], fail_allocation=countdown)
+
+    @precondition(lambda self: self.looks_ahead and self.rig.notices)
+    @rule(data=st.data(), countdown=st.sampled_from([-1] * 6 + list(range(24))))
+    def plan_what_was_foreseen(self, data, countdown):
+        """In turn or not, with all the keys that the notice has, or fewer, or others."""
+        notice = data.draw(st.sampled_from(sorted(self.rig.notices, key=lambda notice: notice.number)))
+        keys = [list(part) for part in self.rig.notices[notice]]
+        for part in keys:
+            if part and data.draw(st.integers(0, 4)) == 0:
+                part[data.draw(st.integers(0, len(part) - 1))] = data.draw(st.sampled_from(KEYS))
+        times = [data.draw(st.lists(ordinary_times, min_size=len(part), max_size=len(part))) for part in keys]
+        clicks = [[time % 2 for time in part] for part in times]
+        self.rig.plan(keys, times, clicks, fail_allocation=countdown, notice=notice)
+
+    @precondition(lambda self: self.looks_ahead and self.rig.notices)
+    @rule(data=st.data())
+    def withdraw(self, data):
+        self.rig.withdraw(data.draw(st.sampled_from(sorted(self.rig.notices, key=lambda notice: notice.number))))
 
     @precondition(lambda self: self.rig.plans and self.rig.plans[-1].state == "planned")
     @rule()
@@ -187,7 +212,7 @@ def random_run(seed: int, steps: int, policy: str, sweep_rows: int | None = None
     ]
     capacities, threads = [rng.randint(3, 12) for _ in configs], rng.choice([1, 2])
     rig = Rig(capacities, configs, policy=policy, num_threads=threads, sweep_rows=sweep_rows)
-    clock = 0
+    clock, window = 0, rng.choice([1, 2, 4, 8, 30])
     for _ in range(steps):
         clock += rng.choice([0, 0, 1, 1, 3])
         draw = rng.random()
@@ -196,10 +221,20 @@ def random_run(seed: int, steps: int, policy: str, sweep_rows: int | None = None
             keys = [rng.choices(pool, weights=range(1, len(pool) + 1), k=rng.randint(0, 6)) for _ in configs]
             times = [[clock - rng.choice([0, 0, 0, 1, 2, 9]) for _ in part] for part in keys]
             clicks = [[key & 1 for key in part] for part in keys]
-            if (
-                rig.plan(keys, times, clicks, fail_allocation=rng.choice([-1] * 9 + [rng.randint(0, 20)])) is None
-                and rig.plans
-            ):
+            failure, notice = rng.choice([-1] * 9 + [rng.randint(0, 20)]), None
+            if policy == "lookahead":
+                rig.look_ahead(keys, fail_allocation=rng.choice([-1, -1, -1, -1, 0, 1]))
+                if len(rig.notices) < window or not rng.randrange(20):
+                    continue
+                notice = min(rig.notices, key=lambda notice: notice.number)
+                keys = [list(part) for part in rig.notices[notice]]
+                for part in keys:
+                    if part and not rng.randrange(9):
+                        rng.shuffle(part)
+                        part.pop()
+                times = [[clock - rng.choice([0, 0, 0, 1, 2, 9]) for _ in part] for part in keys]
+                clicks = [[key & 1 for key in part] for part in keys]
+            if rig.plan(keys, times, clicks, fail_allocation=failure, notice=notice) is None and rig.plans:
                 while rig.plans[0].state != "swapped_in":
                     rig.move()
                 rig.train_and_finish(0)
@@ -209,6 +244,8 @@ def random_run(seed: int, steps: int, policy: str, sweep_rows: int | None = None
             rig.train_and_finish(rng.randrange(ready))
         elif draw < 0.90 and rig.plans and rig.plans[-1].state == "planned":
             rig.cancel()
+        elif draw < 0.93 and rig.notices:
+            rig.withdraw(rng.choice(sorted(rig.notices, key=lambda notice: notice.number)))
         elif draw < 0.95:
             rng.choice([rig.put, rig.erase])(rng.randrange(len(configs)), rng.choice(pool))
         elif not rig.plans:
@@ -219,18 +256,20 @@ def random_run(seed: int, steps: int, policy: str, sweep_rows: int | None = None
     return seen
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "lookahead"])
 def test_long_runs_agree_with_the_model(policy):
     total: Counter[str] = Counter()
     for seed in range(12 * SOAK):
         total.update(random_run(seed, 120, policy))
     assert all(total[name] > 20 for name in ("hits", "swap_out_rows", "evicted", "forgotten", "rejected")), total
     assert all(total[name] > 20 for name in ("zombies", "dying slots taken", "cancelled", "refused")), total
+    if policy == "lookahead":
+        assert all(total[name] > 20 for name in ("notices", "withdrawn", "notices refused")), total
 
 
 def test_long_runs_with_sweeps_in_small_slices_agree_with_the_model():
     total: Counter[str] = Counter()
     for seed in range(20 * SOAK):
-        total.update(random_run(seed, 120, ("lru", "lfu", "s3fifo")[seed % 3], sweep_rows=1 + seed % 4 * 9))
+        total.update(random_run(seed, 120, POLICIES[seed % 4], sweep_rows=1 + seed % 4 * 9 + seed // 4))
     assert all(total[name] > 20 for name in ("hits", "swap_out_rows", "evicted", "forgotten", "rejected")), total
     assert total["dead not taken away"] > 200 and total["cancelled"] > 20, total

@@ -8,7 +8,7 @@
  * evicting plan until it finishes, one while its slot is pinned, one while a plan that took its slot has yet to write
  * the row back. With the last hold go the row and, where it is still there, the slot.
  *
- * Invariants: LIVE = in index = with a standing in the policy; FREE = in `free`; pins > 0 only where LIVE or LIMBO.
+ * Invariants: LIVE = in index = with a standing in the policy, which knows the slot as its key's; FREE = in `free`; pins > 0 only where LIVE or LIMBO.
  * Every change has an exact inverse, to be called in reverse order; none of the inverses can fail.
  */
 #ifndef EC_CACHE_H
@@ -187,6 +187,7 @@ static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t ha
     uint32_t slot = victim;
     if (victim != EC_NO_SLOT) {
         record.from = EC_FROM_VICTIM;
+        ec_policy_depart(&c->policy, slot);
         ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
     } else if ((slot = ec_slotset_first(&c->free)) != EC_NO_SLOT) {
         record.from = EC_FROM_FREE;
@@ -209,6 +210,7 @@ static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t ha
     c->state[slot] = EC_SLOT_LIVE;
     ec_index_insert(&c->index, key, hash, slot);
     ec_cache_pin(c, slot);
+    ec_policy_arrive(&c->policy, slot, key, hash);
     ec_policy_welcome(&c->policy, &c->seats[slot], key, hash, choice);
     return record;
 }
@@ -219,6 +221,7 @@ static inline void ec_cache_untake(ec_cache *c, const ec_take_record *record) {
     EC_ASSERT(c->state[slot] == EC_SLOT_LIVE && c->seats[slot].pins == 1);
     ec_cache_unpin(c, slot);
     c->seats[slot].standing = (ec_standing){0};
+    ec_policy_depart(&c->policy, slot);
     ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
     c->live--;
     c->slots[slot] = record->before;
@@ -232,7 +235,9 @@ static inline void ec_cache_untake(ec_cache *c, const ec_take_record *record) {
         EC_GONE(c, record->limbo).slot = slot;
         ec_limbo_release(c, record->limbo); /* frees both where the evicting plan has finished meanwhile */
     } else {
-        ec_index_insert(&c->index, record->before.key, ec_hash(record->before.key), slot);
+        const uint64_t hash = ec_hash(record->before.key);
+        ec_index_insert(&c->index, record->before.key, hash, slot);
+        ec_policy_arrive(&c->policy, slot, record->before.key, hash);
         c->live++;
     }
 }
@@ -243,6 +248,7 @@ static inline void ec_cache_untake(ec_cache *c, const ec_take_record *record) {
 static inline ec_kill ec_cache_kill(ec_cache *c, uint32_t slot) {
     const ec_slot *it = &c->slots[slot];
     ec_kill record = {slot, 0, ec_policy_leave(&c->policy, c->seats, slot)};
+    ec_policy_depart(&c->policy, slot);
     ec_index_erase(&c->index, it->key, ec_hash(it->key));
     c->live--;
     record.limbo = ec_limbo_new(c, it->key, it->row, slot, c->seats[slot].pins ? 2 : 1);
@@ -264,7 +270,9 @@ static inline void ec_cache_unkill(ec_cache *c, const ec_kill *record) {
         if (c->seats[slot].pins == 0) ec_slotset_remove(&c->dying, slot);
         c->state[slot] = EC_SLOT_LIVE;
         c->live++;
-        ec_index_insert(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key), slot);
+        const uint64_t hash = ec_hash(c->slots[slot].key);
+        ec_index_insert(&c->index, c->slots[slot].key, hash, slot);
+        ec_policy_arrive(&c->policy, slot, c->slots[slot].key, hash);
         ec_policy_restore(&c->policy, c->seats, &record->stood);
     }
     ec_limbo_forget(c, record->limbo);
@@ -276,6 +284,7 @@ static inline void ec_cache_unkill(ec_cache *c, const ec_kill *record) {
 static inline void ec_cache_drop(ec_cache *c, uint32_t slot) {
     EC_ASSERT(c->state[slot] == EC_SLOT_LIVE && c->seats[slot].pins == 0);
     ec_policy_leave(&c->policy, c->seats, slot);
+    ec_policy_depart(&c->policy, slot);
     ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
     c->state[slot] = EC_SLOT_FREE;
     c->live--;

@@ -87,6 +87,14 @@ static inline void ec_place_prefetch_key(const ec_side *s, uint32_t victim) {
     }
 }
 
+/* Unique u's place in the notice of the batch, where that has the key in the same place: as the notice was of this batch. */
+static inline ec_when ec_place_foreseen(const ec_work *w, const ec_cache *c, int64_t t, int64_t u) {
+    const ec_coming *coming = &c->policy.coming;
+    const ec_when use = {w->notice, (uint32_t)(u - w->offsets[t])};
+    if ((int64_t)use.at >= EC_NOTICE(coming, use.notice).count) return EC_NEVER_USED;
+    return EC_KNOWN(coming, EC_USE(coming, use).known).key == w->key[u] ? use : EC_NEVER_USED;
+}
+
 /* A slot for every admitted key: residents keep theirs; free slots first, dying ones after, victims in the end. Then its
  * use, in the order of the uniques. */
 static void ec_phase_place(void *context, int64_t t) {
@@ -118,8 +126,14 @@ static void ec_phase_place(void *context, int64_t t) {
         } else if (need == 0) {
             ec_cache_pin(c, (uint32_t)w->slot[u]);
         }
-        EC_PUSH(p->touches, ec_stood, ec_policy_touch(&c->policy, c->seats, (uint32_t)w->slot[u]));
+        const uint32_t slot = (uint32_t)w->slot[u];
+        if (w->notice == EC_NO_NOTICE) EC_PUSH(p->touches, ec_stood, ec_policy_touch(&c->policy, c->seats, slot));
+        else EC_PUSH(p->touches, ec_stood, ec_policy_touch_seen(&c->policy, c->seats, slot, ec_place_foreseen(w, c, t, u)));
     }
+    if (w->notice == EC_NO_NOTICE) return;
+    ec_sight_spend_rest(ec_policy_sight(&c->policy, c->seats), w->notice);
+    p->notice = w->notice;
+    p->seen = 1;
 }
 
 /* --------------------------------------------------------------------------------------------------------------- emit */

@@ -67,6 +67,8 @@ typedef struct {
     ec_vec takes;   /* of ec_take_record, one a swap-in */
     ec_choice choice; /* of victims */
     ec_vec touches; /* of ec_stood, one an admitted key: also the list of the plan's pins */
+    int seen;         /* whether the uses of notice `notice` are spent: it told of this batch */
+    uint32_t notice;
     int64_t newest_before;
     ec_pass pass_before;
     int64_t epoch_before;
@@ -126,9 +128,22 @@ static inline int ec_side_kill_row(ec_side *s, ec_part *p, int64_t key, uint64_t
     return EC_OK;
 }
 
+/* The notice of the batch waits for it again. */
+static inline void ec_plan_unsee(ec_side *s, ec_part *p) {
+    if (p->seen) ec_sight_unspend(ec_policy_sight(&s->cache.policy, s->cache.seats), p->notice);
+    p->seen = 0;
+}
+
+/* The notice of the batch has served. */
+static inline void ec_plan_seen(ec_side *s, ec_part *p) {
+    if (p->seen) ec_coming_forget(&s->cache.policy.coming, p->notice);
+    p->seen = 0;
+}
+
 /* Takes back everything that a plan did to a table, newest change first. */
 static void ec_plan_undo(ec_side *s, ec_part *p) {
     ec_cache *c = &s->cache;
+    ec_plan_unsee(s, p);
     for (int64_t i = p->touches.size - 1; i >= 0; i--) {
         const ec_stood *touch = &EC_TOUCH(p, i);
         ec_policy_restore(&c->policy, c->seats, touch);
@@ -195,6 +210,7 @@ static void ec_plan_finish(ec_side *s, ec_part *p) {
         ec_limbo_release(&s->cache, EC_DEATH(p, i).kill.limbo);
     }
     if (p->swept) ec_filter_sweep_finished(s->filter, p->swept);
+    ec_plan_seen(s, p);
     ec_part_free(p);
 }
 
@@ -206,7 +222,7 @@ static void ec_side_standings(const ec_side *s, int64_t *keys, int64_t *ranks, i
         if (c->state[slot] != EC_SLOT_LIVE) continue;
         const ec_standing it = c->seats[slot].standing;
         keys[got] = c->slots[slot].key;
-        ranks[got] = ec_policy_rank(&c->policy, it);
+        ranks[got] = ec_policy_rank(&c->policy, (uint32_t)slot, it);
         versions[got] = (int64_t)it.version;
         counts[got++] = it.count;
     }

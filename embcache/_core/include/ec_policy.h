@@ -11,11 +11,13 @@
  *             their turn comes; others go, and their keys are noted. A noted key that returns joins the main list at
  *             once. There, a slot that was used (three times count at most) queues again instead, with one use less. As
  *             many keys are noted as the main list has slots; a slot enters the main list without uses.
+ *   "lookahead" the one whose next use is farthest, as far as the planner was given notice of batches to come (ec_sight.h).
  *
  * A policy sees slots by their seats. It is told of a new key (welcome), of each use (touch) and of slots that leave
  * (leave); it chooses victims, many at once, and never a pinned slot: those are passed over and stay where they are.
  * Everything costs O(1) amortized; a choice passes over each pinned slot once. Every change has an exact inverse, to be
- * called in reverse order, which cannot fail. Slots may leave for good in between, as long as they are not pinned.
+ * called in reverse order, which cannot fail. Slots may leave for good in between, as long as they are not pinned, and
+ * notices may come and go.
  */
 #ifndef EC_POLICY_H
 #define EC_POLICY_H
@@ -26,8 +28,9 @@
 #include "ec_ghost.h"
 #include "ec_queues.h"
 #include "ec_recency.h"
+#include "ec_sight.h"
 
-enum { EC_LRU = 0, EC_LFU = 1, EC_S3FIFO = 2 };
+enum { EC_LRU = 0, EC_LFU = 1, EC_S3FIFO = 2, EC_LOOKAHEAD = 3 };
 enum { EC_SMALL = 0, EC_MAIN = 1 }; /* lists of "s3fifo" */
 #define EC_LFU_MOST 63
 #define EC_S3FIFO_MOST 3
@@ -43,6 +46,7 @@ typedef struct {
     ec_recency recency;
     ec_queues queues;
     ec_ghost ghost;
+    ec_coming coming; /* "lookahead" */
 } ec_policy;
 
 /* What a batch changed besides uses: enough to take back a choice of victims and the welcomes. */
@@ -63,7 +67,10 @@ static inline void ec_policy_free(ec_policy *p) {
     ec_recency_free(&p->recency);
     ec_queues_free(&p->queues);
     ec_ghost_free(&p->ghost);
+    ec_coming_free(&p->coming);
 }
+
+static inline ec_sight ec_policy_sight(ec_policy *p, ec_seat *seats) { return (ec_sight){&p->queues, &p->coming, seats}; }
 
 static inline int ec_policy_init(ec_policy *p, int kind, int64_t capacity, uint64_t seed) {
     memset(p, 0, sizeof *p);
@@ -72,6 +79,10 @@ static inline int ec_policy_init(ec_policy *p, int kind, int64_t capacity, uint6
     p->small = capacity < 20 ? 1 : capacity / 10;
     if (kind != EC_LRU && ec_queues_init(&p->queues, capacity) != EC_OK) return EC_NOMEM;
     if (kind == EC_S3FIFO && ec_ghost_init(&p->ghost, capacity > p->small ? capacity - p->small : 1, seed) != EC_OK) {
+        ec_policy_free(p);
+        return EC_NOMEM;
+    }
+    if (kind == EC_LOOKAHEAD && ec_coming_init(&p->coming, capacity, seed) != EC_OK) {
         ec_policy_free(p);
         return EC_NOMEM;
     }
@@ -97,6 +108,7 @@ static inline int ec_policy_grow(ec_policy *p, int64_t capacity) {
         memcpy(wider.queues.size, p->queues.size, sizeof p->queues.size);
         wider.queues.filled = p->queues.filled;
     }
+    if (p->kind == EC_LOOKAHEAD) ec_coming_move(&p->coming, &wider.coming, p->capacity);
     wider.placed = p->placed;
     wider.version = p->version;
     wider.age = p->age;
@@ -107,6 +119,15 @@ static inline int ec_policy_grow(ec_policy *p, int64_t capacity) {
 
 /* ------------------------------------------------------------------------------------------------------ one slot's life */
 
+/* A slot gets a key, which it keeps until ec_policy_depart(). It has no standing then. */
+static inline void ec_policy_arrive(ec_policy *p, uint32_t slot, int64_t key, uint64_t hash) {
+    if (p->kind == EC_LOOKAHEAD) ec_coming_attach(&p->coming, slot, ec_coming_find(&p->coming, key, hash));
+}
+
+static inline void ec_policy_depart(ec_policy *p, uint32_t slot) {
+    if (p->kind == EC_LOOKAHEAD) ec_coming_detach(&p->coming, slot);
+}
+
 /* The slot's seat is a new key's: says where it will stand once it is touched. Needs the room that ec_policy_choose()
  * has made. */
 static inline void ec_policy_welcome(ec_policy *p, ec_seat *seat, int64_t key, uint64_t hash, ec_choice *choice) {
@@ -116,11 +137,25 @@ static inline void ec_policy_welcome(ec_policy *p, ec_seat *seat, int64_t key, u
     seat->standing.list = EC_MAIN;
 }
 
+/* The same under "lookahead". `use` is the one that the batch's notice told of; it is spent now, unless that has been done. */
+static inline ec_stood ec_policy_touch_seen(ec_policy *p, ec_seat *seats, uint32_t slot, ec_when use) {
+    const ec_sight sight = ec_policy_sight(p, seats);
+    ec_standing *it = &seats[slot].standing;
+    ec_stood record = {*it, slot, EC_NO_SLOT};
+    if (it->version != 0) record.prev = ec_sight_displace(sight, slot);
+    else p->placed++;
+    if (use.notice != EC_NO_NOTICE) ec_coming_spend(&p->coming, use);
+    it->version = ++p->version;
+    ec_sight_place_newest(sight, slot);
+    return record;
+}
+
 /* A batch uses the slot. */
 static inline ec_stood ec_policy_touch(ec_policy *p, ec_seat *seats, uint32_t slot) {
     ec_standing *it = &seats[slot].standing;
     const ec_stood record = {*it, slot, p->kind == EC_LFU && it->version != 0 ? p->queues.links[slot].prev : EC_NO_SLOT};
     const int is_new = it->version == 0;
+    if (p->kind == EC_LOOKAHEAD) return ec_policy_touch_seen(p, seats, slot, EC_NEVER_USED);
     p->placed += is_new;
     if (p->kind == EC_LRU) {
         it->version = ++p->version;
@@ -143,6 +178,14 @@ static inline ec_stood ec_policy_touch(ec_policy *p, ec_seat *seats, uint32_t sl
 static inline void ec_policy_restore(ec_policy *p, ec_seat *seats, const ec_stood *stood) {
     ec_standing *it = &seats[stood->slot].standing;
     const ec_standing now = *it;
+    if (p->kind == EC_LOOKAHEAD) {
+        const ec_sight sight = ec_policy_sight(p, seats);
+        if (now.version != 0) ec_sight_displace(sight, stood->slot);
+        *it = stood->before;
+        p->placed += (it->version != 0) - (now.version != 0);
+        if (it->version != 0) ec_sight_place(sight, stood->slot, stood->prev);
+        return;
+    }
     *it = stood->before;
     p->placed += (it->version != 0) - (now.version != 0);
     if (p->kind == EC_LRU || now.version == it->version) return;
@@ -153,6 +196,10 @@ static inline void ec_policy_restore(ec_policy *p, ec_seat *seats, const ec_stoo
 /* The slot's key is gone. */
 static inline ec_stood ec_policy_leave(ec_policy *p, ec_seat *seats, uint32_t slot) {
     ec_stood record = {seats[slot].standing, slot, EC_NO_SLOT};
+    if (p->kind == EC_LOOKAHEAD) {
+        p->placed--;
+        return ec_sight_leave(ec_policy_sight(p, seats), slot);
+    }
     if (p->kind != EC_LRU) {
         record.prev = p->queues.links[slot].prev;
         ec_queues_unlink(&p->queues, slot, record.before.list);
@@ -251,6 +298,11 @@ static int ec_policy_choose(ec_policy *p, ec_seat *seats, const ec_slot *slots, 
         if (n > 0) ec_policy_choose_lfu(p, seats, n, victims, choice);
         return EC_OK;
     }
+    if (p->kind == EC_LOOKAHEAD) {
+        if (n > 0) ec_sight_choose(ec_policy_sight(p, seats), n, victims, &choice->stood);
+        p->placed -= n;
+        return EC_OK;
+    }
     if (ec_vec_reserve(&choice->ghosts, n + welcomes, sizeof(ec_ghost_change)) || ec_ghost_reserve(&p->ghost, n)) return EC_NOMEM;
     return n ? ec_policy_choose_s3fifo(p, seats, slots, n, victims, choice) : EC_OK;
 }
@@ -273,7 +325,8 @@ static void ec_policy_undo(ec_policy *p, ec_seat *seats, const uint8_t *state, e
 
 /* The rank of a slot that has a standing: slots of a lower rank go before, in equal ranks those of a lower version, if
  * nothing is used any more and "s3fifo" is taken list by list. */
-static inline int64_t ec_policy_rank(const ec_policy *p, ec_standing standing) {
+static inline int64_t ec_policy_rank(const ec_policy *p, uint32_t slot, ec_standing standing) {
+    if (p->kind == EC_LOOKAHEAD) return ec_sight_rank(&p->coming, slot);
     if (p->kind != EC_LFU) return standing.list;
     return (int64_t)(p->age + (standing.list - p->age) % EC_QUEUES);
 }
@@ -286,6 +339,7 @@ static int ec_policy_check(const ec_policy *p, const ec_seat *seats) {
     }
     if (placed != p->placed) return EC_BROKEN;
     if (p->kind == EC_LRU) return ec_recency_check(&p->recency, seats, p->capacity);
+    if (p->kind == EC_LOOKAHEAD) return ec_sight_check(&p->queues, &p->coming, seats, p->capacity, placed);
     if (ec_queues_check(&p->queues, seats, p->capacity) != placed) return EC_BROKEN;
     return p->kind == EC_S3FIFO ? ec_ghost_check(&p->ghost) : EC_OK;
 }

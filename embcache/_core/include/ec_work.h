@@ -38,6 +38,7 @@ typedef struct {
     const int64_t *timestamps; /* NULL: none */
     const uint8_t *clicked;    /* whether an occurrence was clicked; NULL: none was */
     int64_t step;
+    uint32_t notice;    /* the one that told of this batch, or EC_NO_NOTICE */
     int64_t sweep_rows; /* work of a pass in one plan, all tables together: slots, rows and waiting keys looked at */
     int64_t slice;      /* a table's share of it in this plan */
     int avx2;           /* whether the CPU has it */

@@ -14,7 +14,7 @@ from .gathering import ChunkFiller
 from .output import FINDINGS, FINE, Output, Progress, bytes_text
 from .paths import CHECKPOINT, expect
 from .sources import ALL, parse, split, windows_of
-from .targets import check_apart, replacing
+from .targets import check_apart, put_back, replacing
 
 __all__ = ["add"]
 
@@ -54,6 +54,8 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace, output: Output) -> int:
     """Copy, verify, put into place."""
     path, generation = parse(given.checkpoint)
+    if path and not os.path.lexists(path) and os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        put_back(path)  # where a command has died that replaced it, and the file system cannot exchange in one step
     expect(path, CHECKPOINT)
     if given.writers is not None and not 1 <= given.writers <= 4096:
         raise ConfigError(f"--writers {given.writers}: give a number from 1 to 4096")

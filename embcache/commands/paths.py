@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import stat
@@ -31,7 +32,13 @@ def kind_of(path: str) -> str:
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{path}: does not exist; give the path of a checkpoint or a table directory") from None
+        left = glob.glob(glob.escape(os.path.abspath(path)) + ".embcache-*/old")
+        remedy = (
+            f"a command died while it replaced it, and left it as {left[0]}: give that its name again"
+            if left
+            else "give the path of a checkpoint or a table directory"
+        )
+        raise ConfigError(f"{path}: does not exist; {remedy}") from None
     if not stat.S_ISDIR(found.st_mode):
         return FILE
     names = os.listdir(path)

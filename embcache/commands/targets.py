@@ -21,7 +21,7 @@ from ..checkpoint.names import LOCK
 from ..errors import ConfigError, LockedError
 from .paths import CHECKPOINT, EMPTY, FILE, TABLE, kind_of
 
-__all__ = ["check_apart", "replacing"]
+__all__ = ["check_apart", "put_back", "replacing"]
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2  # of renameat2
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -60,7 +60,7 @@ def replacing(target: str, kind: str, force: bool) -> Iterator[str]:
     """
     target = os.path.abspath(target)
     _check(target, kind, force)
-    _remove_left(target)
+    put_back(target)
     with ExitStack() as stack:
         _hold_old(target, kind, stack)
         folder = _make_folder(target, stack)
@@ -117,9 +117,9 @@ def _lock(folder: str, stack: ExitStack) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _remove_left(target: str) -> None:
-    """Remove what commands that have died were building for this target, and end an exchange that one of them had begun."""
-    above, name = os.path.split(target)
+def put_back(target: str) -> None:
+    """Remove what commands that have died were building for this target; one that was being replaced gets its name again."""
+    above, name = os.path.split(os.path.abspath(target))
     for other in os.listdir(above):
         if not re.fullmatch(re.escape(name) + _LEFT, other):
             continue

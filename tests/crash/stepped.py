@@ -6,11 +6,13 @@ import functools
 from pathlib import Path
 
 import numpy as np
+import numpy.ma  # NumPy imports these two when they are first used, which would be in each child
+import numpy.random
 
 from embcache.checkpoint import generations, verify
 from embcache.table import EmbTable
 
-__all__ = ["change", "check", "content", "expected"]
+__all__ = ["change", "check", "content", "expected", "go_on"]
 
 
 def change(table: EmbTable, step: int) -> None:
@@ -53,3 +55,14 @@ def check(path: Path, acknowledged: dict[int, int]) -> int:
     assert acknowledged.get(report.generation, step) == step
     assert content(table) == expected(step)
     return step
+
+
+def go_on(path: Path, first: int, last: int) -> None:
+    """Restore what is there, go through the steps from `first` to `last`, and save: the dead have left nothing behind."""
+    table = EmbTable("t", 4)
+    if first > 1:
+        table.restore(path)
+    for one in range(first, last + 1):
+        change(table, one)
+    table.save(path, delta=True, keep=1, state={"step": b"%d" % last})
+    assert check(path, {}) == last and verify(path) == []

@@ -7,6 +7,7 @@ at any of them. Each image is looked at in a child: restored, verified, saved to
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import random
@@ -59,7 +60,12 @@ class Recording:
     scenario: str
     under: Path
     inode: int
-    events: list[Event]
+    log: Path
+
+    @functools.cached_property
+    def events(self) -> list[Event]:
+        """What happened, in order."""
+        return events_of(self.log)
 
 
 def record(recorder: Path, place: Path, recordings: list[list[dict[str, Any]]]) -> list[Recording]:
@@ -74,7 +80,7 @@ def record(recorder: Path, place: Path, recordings: list[list[dict[str, Any]]]) 
     preload = " ".join([*os.environ.get("LD_PRELOAD", "").split(), str(recorder)])
     environment = os.environ | {"LD_PRELOAD": preload, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     subprocess.run([sys.executable, HERE / "recorded.py", place / "jobs"], env=environment, check=True)
-    return [Recording(scenario, under, under.stat().st_ino, events_of(log)) for scenario, under, log in made]
+    return [Recording(scenario, under, under.stat().st_ino, log) for scenario, under, log in made]
 
 
 # ------------------------------------------------------------------------------------------------------- what must hold
@@ -197,18 +203,25 @@ def images(recording: Recording, count: int, seed: int, place: Path) -> Iterator
         shutil.rmtree(place)
 
 
+def judge_images(say: Say, life: tuple[Any, ...], count: int, seed: int, image: Path, clean: bool) -> None:
+    """Make images of a recording and judge them."""
+    recording = Recording(*life)
+    for name, marks in images(recording, count, seed, image):
+        say(name)
+        say(judge(image, recording.scenario, marks, clean))
+
+
 def look_at(place: Path, recording: Recording, count: int, seed: int, *, clean: bool = True) -> list[str]:
     """Make images and judge them, in children; returns what each restored."""
     restored: list[str] = []
     for first in range(0, count, PER_CHILD):
-
-        def body(say: Say, first: int = first) -> None:
-            some = min(PER_CHILD, count - first)
-            for name, marks in images(recording, some, seed + first, place / "image"):
-                say(name)
-                say(judge(place / "image", recording.scenario, marks, clean))
-
-        outcome = run_child(body, limit_s=120, memory_bytes=2 << 30)
+        some, life = (
+            min(PER_CHILD, count - first),
+            (recording.scenario, recording.under, recording.inode, recording.log),
+        )
+        outcome = run_child(
+            judge_images, life, some, seed + first, place / "image", clean, limit_s=120, memory_bytes=2 << 30
+        )
         assert outcome.code == 0, f"{outcome.said[-1]}, code {outcome.code}, late: {outcome.late}"
         restored += [line for line in outcome.said if not line.startswith("image")]
     return restored
@@ -253,6 +266,13 @@ def test_r21_a_cut_after_a_sync_that_failed(recorder: Path, place: Path, scenari
     assert all(failed[:20]) and not failed[-1]  # every sync there is had its turn
 
 
+def judge_ends(say: Say, ends: list[tuple[Path, str, list[str]]]) -> None:
+    """Judge what lives have left, which nothing has cut."""
+    for number, (under, scenario, marks) in enumerate(ends, 1):
+        say(f"call {number}")
+        judge(under, scenario, marks, clean=True)
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EINTR, 0])
 def test_r5_every_call_fails_in_turn_lmdbs_too(recorder: Path, place: Path, error: int) -> None:
     """Refused with an error, or (0) a write of which only a part is taken. What was acknowledged is there at the end, the
@@ -266,17 +286,14 @@ def test_r5_every_call_fails_in_turn_lmdbs_too(recorder: Path, place: Path, erro
 
     wanted = {"DiskFullError"} if error == errno.ENOSPC else {"StorageError"}
     wanted |= {"DiskFullError"} if error == 0 else set()  # what LMDB takes a short write for is the engine's affair
-
-    def body(say: Say) -> None:
-        for number, recording in enumerate(recordings, 1):
-            say(f"call {number}")
-            marks = [event.path for event in recording.events if event.kind == MARK]
-            failures = [text.split()[1] for text in marks if text.startswith("failed")]
-            assert set(failures) <= wanted and len(failures) < 2
-            assert sum(text.startswith("saved") for text in marks) >= 2
-            judge(recording.under, recording.scenario, marks, clean=True)
-
-    outcome = run_child(body, limit_s=240, memory_bytes=2 << 30)
+    ends = []
+    for recording in recordings:
+        marks = [event.path for event in recording.events if event.kind == MARK]
+        failures = [text.split()[1] for text in marks if text.startswith("failed")]
+        assert set(failures) <= wanted and len(failures) < 2
+        assert sum(text.startswith("saved") for text in marks) >= 2
+        ends.append((recording.under, recording.scenario, marks))
+    outcome = run_child(judge_ends, ends, limit_s=240, memory_bytes=2 << 30)
     assert outcome.code == 0, f"{outcome.said[-1]}, code {outcome.code}, late: {outcome.late}"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from children import Say, folder_in_memory, run_child
+from children import Moments, Say, folder_in_memory, run_child
+from deadly import die_at
 from trained import Truth, model, step
 
 from embcache import savejob
@@ -35,17 +35,15 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-class Interrupted(Files):
-    """At the call that comes after `calls` more the process ends, or with `error` the call is refused."""
+class Refusing(Files):
+    """Refuses the call that comes after `calls` more."""
 
-    def __init__(self, calls: int, error: int = 0) -> None:
+    def __init__(self, calls: int, error: int) -> None:
         self.calls, self.error, self.refused = calls, error, False
 
     def point(self, name: str, path: str) -> None:
         self.calls -= 1
         if self.calls == -1:
-            if not self.error:
-                os.kill(os.getpid(), signal.SIGKILL)
             self.refused = True
             raise OSError(self.error, os.strerror(self.error))
 
@@ -88,18 +86,19 @@ def train_and_save(collection: Any, path: Path, first: int, say: Say, last: int 
                 say(str(number))
 
 
-def test_r1_killed_at_every_call_of_saves_during_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def train_and_die(say: Say, path: Path, calls: int) -> None:
+    """A first life that ends at one of its calls."""
+    torch.set_num_threads(1)
+    die_at(calls)
+    train_and_save(model(), path, 1, say, 7)
+
+
+def test_r1_killed_at_every_call_of_saves_during_training(place: Path) -> None:
     truth = Truth()
-    for calls in count(
-        0, 1 if SOAK > 1 else 3
-    ):  # the calls are those of tests/crash/test_checkpoint_kills.py, one in three here
+    # The calls are those of test_checkpoint_kills.py: here one in three.
+    for calls in count(0, 1 if SOAK > 1 else 3):
         path = place / str(calls)
-
-        def body(say: Say, path: Path = path, calls: int = calls) -> None:
-            through(Interrupted(calls), monkeypatch)
-            train_and_save(model(), path, 1, say, 7)
-
-        outcome = run_child(body)
+        outcome = run_child(train_and_die, path, calls)
         done = check(path, truth, int(outcome.said[-1]) if outcome.said else 0)
         collection, done = resumed(path)
         step(collection, done + 1)
@@ -112,22 +111,23 @@ def test_r1_killed_at_every_call_of_saves_during_training(place: Path, monkeypat
     assert calls > 100
 
 
+def train_for_ever(say: Say, path: Path) -> None:
+    """Go on from what is there."""
+    say("go")
+    torch.set_num_threads(1)
+    collection, done = resumed(path)
+    train_and_save(collection, path, done + 1, say)
+
+
 def test_r1_r17_killed_at_random_moments_of_training(place: Path) -> None:
     """The life that survives has the bits of a run that nobody interrupted."""
-    rng, truth, acknowledged, longest_s = random.Random(3), Truth(), 0, 0.2
-
-    def body(say: Say) -> None:
-        say("go")
-        collection, done = resumed(place / "saved")
-        train_and_save(collection, place / "saved", done + 1, say)
-
-    for life in range(100 if SOAK == 1 else 50 * SOAK):
-        outcome = run_child(body, kill_after=("go", rng.uniform(0.0, longest_s)))
+    moments, truth, acknowledged = Moments(3), Truth(), 0
+    for life in range(100 if SOAK == 1 else 20 * SOAK):
+        outcome = run_child(train_for_ever, place / "saved", kill_after=("go", moments.draw()))
         assert outcome.code == -signal.SIGKILL and outcome.said[0] == "go", life
         said = outcome.said[1:]
-        acknowledged = int(said[-1]) if said else acknowledged
-        longest_s *= 1.2 if not said else 0.9 if len(said) > 3 else 1.0  # as fast as the machine is now
-        acknowledged = check(place / "saved", truth, acknowledged)
+        moments.learn(len(said))
+        acknowledged = check(place / "saved", truth, int(said[-1]) if said else acknowledged)
     assert acknowledged > 10
 
 
@@ -143,7 +143,7 @@ def test_r5_r21_a_save_that_fails_at_any_call_costs_nothing_but_itself(
             step(collection, number)
         collection.save(path, state={"step": 3})
         step(collection, 4)
-        files = Interrupted(calls, errno.EIO)
+        files = Refusing(calls, errno.EIO)
         failed = False
         with monkeypatch.context() as patch:
             through(files, patch)

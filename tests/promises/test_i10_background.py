@@ -6,7 +6,6 @@ between which chunks. Deltas follow, each compared with what was there when it w
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import tempfile
@@ -25,66 +24,17 @@ import embcache as ec
 from embcache import manager as manager_module
 from embcache import savejob
 from embcache._core.swap import SwapManager
-from embcache.checkpoint import Writer
 from promises import resuming
+from promises.gate import LIMIT_S, Gate, gates, held_up
 from promises.strategies import examples, optimizers
 from promises.test_i10_checkpoints import move, runs, train_by_hand
 from promises.test_i12_fork import fork_and_wait
 from promises.training import check, model_state, train_window
 
-LIMIT_S = 600  # far beyond what it takes: a machine may stand still for minutes
-
-
-class Gate(Writer):
-    """Writes chunks of few rows, each when it is let."""
-
-    rows = 3
-    permits: threading.Semaphore
-    refused: OSError | None = None
-
-    def wait(self) -> None:
-        assert self.permits.acquire(timeout=LIMIT_S), "nobody lets the writer go on"
-        if self.refused is not None:
-            raise ec.DiskFullError(self.refused.errno, "no room is left", self.path)
-
-    def rows_per_chunk(self, description: Any) -> int:
-        return self.rows
-
-    def write_filled(self, *given: Any) -> None:
-        self.wait()
-        super().write_filled(*given)
-
-    def write_rows(self, *given: Any, **more: Any) -> None:
-        self.wait()
-        super().write_rows(*given, **more)
-
-    def write_filter(self, *given: Any, **more: Any) -> None:
-        self.wait()
-        super().write_filter(*given, **more)
-
-    def commit(self) -> None:
-        self.wait()
-        super().commit()
-
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Gate]]:
-    monkeypatch.setattr(savejob, "Writer", Gate)
-    monkeypatch.setattr(savejob, "PIECE_ROWS", 2)
-    monkeypatch.setattr(Gate, "refused", None)
-    monkeypatch.setattr(Gate, "permits", threading.Semaphore(0), raising=False)
-    yield Gate
-    Gate.permits.release(10**6)
-
-
-@contextlib.contextmanager
-def held_up(gate: type[Gate]) -> Iterator[None]:
-    """The writer waits for permits, until the end."""
-    gate.permits = threading.Semaphore(0)
-    try:
-        yield
-    finally:
-        gate.permits.release(10**6)
+    yield from gates(monkeypatch)
 
 
 def restored(

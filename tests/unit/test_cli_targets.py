@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 import resource
-import shutil
-import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from embcache.checkpoint import Reader, TableDescription, Writer
+from embcache.checkpoint import Writer
 from embcache.cli import main
 from embcache.commands import targets
 from embcache.commands.paths import CHECKPOINT, FILE, TABLE
@@ -137,83 +132,6 @@ def test_what_a_dead_command_left_goes_and_what_a_living_one_builds_stays(tmp_pa
     assert (dead.exists(), living.exists(), other.exists()) == (False, True, True)
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_dying_at_any_step_leaves_the_old_or_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
-) -> None:
-    if not exchange:
-        monkeypatch.setattr(targets, "_renameat2", lambda *rest: False)
-    one, two = make(tmp_path / "one", 1.0), make(tmp_path / "two", 2.0)
-    assert main(["save", str(two), str(tmp_path / "saved")]) == 0
-    back, seen, steps = tmp_path / "back", set(), 0
-
-    def dying(count: int) -> int:
-        left = [count]
-
-        def at(place: Any, name: str) -> None:
-            real = getattr(place, name)
-
-            def call(*given: Any, **options: Any) -> Any:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*given, **options)
-
-            monkeypatch.setattr(place, name, call)
-
-        for name in ("rename", "replace", "fsync", "mkdir", "rmdir", "unlink"):
-            at(os, name)
-        at(targets, "_renameat2")
-        return main(["restore", str(tmp_path / "saved"), str(back), "--force"])
-
-    while True:
-        for path in tmp_path.glob("back*"):
-            shutil.rmtree(path)
-        shutil.copytree(one, back)
-        code = in_child(partial(dying, steps))
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-        if not exchange and not back.exists():  # between two renames; the next command of any kind puts it back
-            targets._remove_left(str(back))
-        seen.add(value_of(back))
-        steps += 1
-    assert value_of(back) == 2 and seen == {1.0, 2.0} and steps > 8
-    assert main(["restore", str(tmp_path / "saved"), str(back), "--force"]) == 0
-    assert sorted(os.listdir(tmp_path)) == ["back", "one", "saved", "two"]
-
-
-def test_killed_at_any_moment_the_target_is_the_old_or_the_new(tmp_path: Path) -> None:
-    draw = random.Random(5)
-    checkpoints = []
-    for value in (1.0, 2.0):
-        table = make(tmp_path / f"t{value}", value, 30_000)
-        checkpoints.append(tmp_path / f"c{value}")
-        assert main(["save", str(table), str(checkpoints[-1])]) == 0
-    back = tmp_path / "back"
-    assert main(["restore", str(checkpoints[0]), str(back)]) == 0
-    begun = time.perf_counter()
-    assert in_child(lambda: main(["restore", str(checkpoints[0]), str(back), "--force"])) == 0
-    usual = time.perf_counter() - begun
-    value = 1.0
-    for trial in range(40):
-        source = checkpoints[trial % 2]
-        pid = os.fork()
-        if pid == 0:
-            try:
-                main(["restore", str(source), str(back), "--force"])
-            finally:
-                os._exit(0)
-        time.sleep(draw.random() * 1.2 * usual)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        found = value_of(back)
-        assert found in (value, 1.0 + trial % 2)
-        value = found
-    assert main(["restore", str(checkpoints[1]), str(back), "--force"]) == 0
-    assert [name for name in os.listdir(tmp_path) if "embcache-" in name] == []
-
-
 def test_a_full_disk_at_any_size_leaves_the_old_one(tmp_path: Path) -> None:
     """Files may not exceed a limit, which every command meets at some point: exit code 3, and nothing is left behind."""
     one = make(tmp_path / "one", 1.0, 20_000)
@@ -243,39 +161,3 @@ def test_a_full_disk_at_any_size_leaves_the_old_one(tmp_path: Path) -> None:
             assert sorted(os.listdir(tmp_path)) == before, (limit, command)
     assert value_of(one) == 1 and main(["verify", str(tmp_path / "saved")]) == 0
     assert np.load(tmp_path / "file.npz")["weights"].shape == np.load(tmp_path / "file.npy").shape == (20_000, 8)
-
-
-def test_compacting_in_place_killed_at_any_moment_leaves_the_same_rows(tmp_path: Path) -> None:
-    description, draw = TableDescription("items", 8), random.Random(7)
-    path = tmp_path / "saved"
-    for step in range(3):
-        with Writer(path, chunk_bytes=1 << 16) as writer:
-            writer.begin(parent=step or None)
-            keys = np.arange(20_000 if step == 0 else 2000)
-            writer.write_rows(description, keys, np.full((len(keys), 8), step, np.float32))
-            writer.commit()
-            writer.publish()
-
-    def rows() -> dict[int, float]:
-        with Reader(path) as reader:
-            assert reader.generation == 3
-            return {
-                key: row[0]
-                for piece in reader.rows("items")
-                for key, row in zip(piece.keys.tolist(), piece.weights.tolist(), strict=True)
-            }
-
-    wanted = rows()
-    for _ in range(25):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                main(["compact", str(path), "--force"])
-            finally:
-                os._exit(0)
-        time.sleep(draw.random() * 0.15)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        assert rows() == wanted
-    assert main(["compact", str(path), "--force"]) == 0 and rows() == wanted
-    assert os.listdir(tmp_path) == ["saved"] and main(["verify", str(path)]) == 0

@@ -15,6 +15,8 @@ cdef extern from "ec_plan.h":
         ec_vec touches
         int64_t *totals
         int64_t unique
+        int64_t missing
+        int quick
         int64_t need
         int64_t have
         int status
@@ -42,8 +44,16 @@ cdef extern from "ec_work.h":
         int64_t *misses
         uint8_t *admitted
         void *front
+        size_t front_bytes
         void *back
         size_t back_bytes
+
+cdef extern from "ec_group.h":
+    ctypedef struct ec_grouping:
+        const ec_arrays *out
+        const ec_part *parts
+
+    void ec_phase_group(void *grouping, int64_t t) noexcept nogil
 
 cdef extern from "ec_peek.h":
     const int EC_PLANNED
@@ -83,6 +93,9 @@ cdef class Plan:
     cdef readonly int64_t misses
     cdef object notice           # of the batch, or None
     cdef ec_arrays out           # pointers into the two blocks
+    cdef int threads             # that may group the occurrences
+    cdef int grouped             # whether they are
     cdef object front, back      # owners of the blocks
     cdef dict arrays             # NumPy views made so far
+    cdef void group(self) noexcept
     cdef object view(self, str name, object block, void *at, int64_t items, object dtype)

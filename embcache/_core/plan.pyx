@@ -11,6 +11,8 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
+from embcache._core.threads cimport parallel_for
+
 cdef object frombuffer = np.frombuffer
 cdef object int64 = np.int64
 
@@ -110,7 +112,8 @@ cdef class Plan:
     inverse : int64[n]
         Index into the uniques of each position.
     occurrence_order : int64[n]
-        Positions grouped by unique, in batch order within a group.
+        Positions grouped by unique, in batch order within a group. Where hardly a key was missing, the first one who asks for
+        it, or for `segment_offsets`, makes it.
     segment_offsets : int64[U + 1]
         Group u is ``occurrence_order[segment_offsets[u]:segment_offsets[u + 1]]``.
     slots : int64[U]
@@ -132,6 +135,8 @@ cdef class Plan:
         memset(&self.out, 0, sizeof(ec_arrays))
         self.tables = 0
         self.owner = 0
+        self.threads = 1
+        self.grouped = 0
         self.arrays = {}
 
     def __init__(self):
@@ -143,6 +148,16 @@ cdef class Plan:
             for t in range(self.tables):
                 ec_part_free(&self.plan.parts[t])
             free(self.plan.parts)
+
+    cdef void group(self) noexcept:
+        """Make the occurrence lists that do not exist yet; the GIL is held, so one thread does it."""
+        cdef ec_grouping grouping
+        if self.grouped:
+            return
+        grouping.out = &self.out
+        grouping.parts = self.plan.parts
+        parallel_for(ec_phase_group, &grouping, self.tables, self.threads)
+        self.grouped = 1
 
     cdef object view(self, str name, object block, void *at, int64_t items, object dtype):
         array = self.arrays.get(name)
@@ -165,35 +180,37 @@ cdef class Plan:
 
     @property
     def occurrence_order(self):
+        self.group()
         return self.view("occurrence_order", self.front, self.out.order, self.num_keys, int64)
 
     @property
     def table_offsets(self):
-        return self.view("table_offsets", self.back, self.out.table_offsets, self.tables + 1, int64)
+        return self.view("table_offsets", self.front, self.out.table_offsets, self.tables + 1, int64)
 
     @property
     def unique_offsets(self):
-        return self.view("unique_offsets", self.back, self.out.unique_offsets, self.tables + 1, int64)
+        return self.view("unique_offsets", self.front, self.out.unique_offsets, self.tables + 1, int64)
 
     @property
     def segment_offsets(self):
-        return self.view("segment_offsets", self.back, self.out.segment_offsets, self.num_uniques + 1, int64)
+        self.group()
+        return self.view("segment_offsets", self.front, self.out.segment_offsets, self.num_uniques + 1, int64)
 
     @property
     def unique_keys(self):
-        return self.view("unique_keys", self.back, self.out.unique_keys, self.num_uniques, int64)
+        return self.view("unique_keys", self.front, self.out.unique_keys, self.num_uniques, int64)
 
     @property
     def slots(self):
-        return self.view("slots", self.back, self.out.slots, self.num_uniques, int64)
+        return self.view("slots", self.front, self.out.slots, self.num_uniques, int64)
 
     @property
     def admitted(self):
-        return self.view("admitted", self.back, self.out.admitted, self.num_uniques, np.uint8)
+        return self.view("admitted", self.front, self.out.admitted, self.num_uniques, np.uint8)
 
     @property
     def swap_in_offsets(self):
-        return self.view("swap_in_offsets", self.back, self.out.in_offsets, self.tables + 1, int64)
+        return self.view("swap_in_offsets", self.front, self.out.in_offsets, self.tables + 1, int64)
 
     @property
     def swap_in_keys(self):
@@ -209,7 +226,7 @@ cdef class Plan:
 
     @property
     def swap_out_offsets(self):
-        return self.view("swap_out_offsets", self.back, self.out.out_offsets, self.tables + 1, int64)
+        return self.view("swap_out_offsets", self.front, self.out.out_offsets, self.tables + 1, int64)
 
     @property
     def swap_out_keys(self):
@@ -225,11 +242,11 @@ cdef class Plan:
 
     @property
     def table_hits(self):
-        return self.view("table_hits", self.back, self.out.hits, self.tables, int64)
+        return self.view("table_hits", self.front, self.out.hits, self.tables, int64)
 
     @property
     def table_misses(self):
-        return self.view("table_misses", self.back, self.out.misses, self.tables, int64)
+        return self.view("table_misses", self.front, self.out.misses, self.tables, int64)
 
     def __repr__(self):
         return f"Plan(step={self.step}, state={self.state!r}, keys={self.num_keys}, uniques={self.num_uniques}, hits={self.hits}, misses={self.misses})"

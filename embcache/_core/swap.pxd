@@ -134,6 +134,7 @@ cdef extern from "ec_work.h":
         int dedup_count
         int dedup_status
         uint64_t *seed
+        ec_vec quick
         ec_vec plain
         ec_vec chunks
         void *spare
@@ -143,6 +144,7 @@ cdef extern from "ec_work.h":
     int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step, int threads) noexcept nogil
     int ec_work_chunk(ec_work *w) noexcept nogil
     void ec_work_free(ec_work *w) noexcept nogil
+    size_t ec_arrays_front_bytes(int64_t tables, int64_t n) noexcept nogil
     int ec_arrays_reserve(ec_work *w) noexcept nogil
     void ec_arrays_out_offsets(ec_work *w) noexcept nogil
 
@@ -150,7 +152,9 @@ cdef extern from "ec_select.h":
     const double EC_SELECT_BRACKET
 
 cdef extern from "ec_phases.h":
-    const int64_t EC_BEAR_ALONE
+    const int64_t EC_ALONE
+    void ec_resident_rows(ec_work *w, int64_t t, int threads) noexcept nogil
+    void ec_phase_resident(void *work, int64_t task) noexcept nogil
     void ec_dedup_layout(ec_dedup_call *c) noexcept nogil
     void ec_dedup_number(ec_dedup_call *c) noexcept nogil
     void ec_dedup_half_number(ec_dedup_call *c) noexcept nogil

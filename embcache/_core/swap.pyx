@@ -374,7 +374,7 @@ cdef class SwapManager:
         self.enter()
         cdef Plan plan
         cdef Block front
-        cdef size_t spare_bytes
+        cdef size_t front_bytes, spare_bytes
         try:
             notice = None if notice is None else self.counting(notice, "plan")
             self.work.notice = EC_NO_NOTICE if notice is None else (<Notice>notice).id
@@ -387,7 +387,8 @@ cdef class SwapManager:
             plan.owner = self.number
             plan.front = front = Block()
             plan.back = Block()
-            spare_bytes = self.shelf.take(n * 16, &self.work.spare)
+            front_bytes = ec_arrays_front_bytes(self.work.tables, n)
+            spare_bytes = self.shelf.take(front_bytes, &self.work.spare)
             self.work.parts = plan.plan.parts
             memset(&self.work.out, 0, sizeof(ec_arrays))
             self.unfinished.append(plan)  # now, since nothing may fail once the plan is made
@@ -404,8 +405,8 @@ cdef class SwapManager:
                 self.work.spare = NULL
                 spare_bytes = 0
             front.data = self.work.out.front
-            front.size = n * 16
-            front.held = max(spare_bytes, <size_t>front.size)
+            front.size = front_bytes
+            front.held = max(spare_bytes, front_bytes)
             front.shelf = self.shelf
             (<Block>plan.back).data = self.work.out.back
             (<Block>plan.back).size = self.work.out.back_bytes
@@ -421,6 +422,7 @@ cdef class SwapManager:
             plan.step = plan.plan.step = self.last_step
             plan.plan.state = EC_PLANNED
             plan.out = self.work.out
+            plan.threads = self.threads_for(n)
             plan.num_keys = n
             plan.num_uniques = plan.out.unique_offsets[plan.tables]
             plan.misses = plan.out.in_offsets[plan.tables]
@@ -466,6 +468,18 @@ cdef class SwapManager:
         cdef int64_t t
         cdef int threads = self.threads_for(w.n)
         cdef int status = EC_OK
+        parallel_for(ec_phase_resident, w, w.quick.size, threads)
+        for t in range(w.tables):
+            if w.parts[t].status != EC_OK:
+                status = w.parts[t].status
+        if status != EC_OK:
+            for t in range(w.tables):
+                if w.parts[t].quick:  # no filter has been asked yet, so none has anything to take back
+                    ec_plan_undo(&w.sides[t], &w.parts[t])
+            return status
+        for t in range(w.tables):
+            if w.parts[t].quick and w.parts[t].missing >= EC_ALONE:
+                ec_resident_rows(w, t, threads)
         parallel_for(ec_phase_lookup, w, w.chunks.size, threads)
         ec_pass_share(w)
         parallel_for(ec_phase_decide, w, w.tables, threads)
@@ -478,7 +492,7 @@ cdef class SwapManager:
         if status == EC_OK:
             parallel_for(ec_phase_bear, w, w.tables, threads)
             for t in range(w.tables):
-                if w.parts[t].totals[EC_BORN] >= EC_BEAR_ALONE:
+                if w.parts[t].totals[EC_BORN] >= EC_ALONE:
                     ec_bear(w, t, threads)
             for t in range(w.tables):
                 if w.parts[t].status != EC_OK:
@@ -509,6 +523,8 @@ cdef class SwapManager:
                 plain += 1
                 if w.parts[t].status != EC_OK:
                     return w.parts[t].status
+                continue
+            if w.parts[t].quick:
                 continue
             call = w.cut = &w.calls[t]
             if threads == EC_HALVES:

@@ -3,6 +3,9 @@
  *   dedup (tables; large tables by halves, or by blocks and parts) -> lookup (chunks of uniques) -> decide (tables): count, sweep, admit,
  *   make room -> bear (tables): new rows -> place (tables): pin, choose victims, take slots, use -> emit (tables): the plan's arrays
  *
+ * Tables without a filter whose keys are nearly all resident go the short way instead (ec_resident.h): one pass does dedup,
+ * lookup and what place does for hits, with the same result.
+ *
  * Tasks of one phase touch disjoint data, and whatever is observable is settled by one task per table in the order of
  * the table's unique keys: the result is a function of state and batch at any number of threads (promise I4).
  * decide, bear and place may fail, and leave a journal that ec_plan_undo() takes back. emit cannot fail.
@@ -15,20 +18,11 @@
 
 #include "ec_admission.h"
 #include "ec_find.h"
+#include "ec_resident.h"
 
-#define EC_BEAR_ALONE 8192 /* new rows from which a table's inserts get all threads */
+#define EC_ALONE 8192 /* keys from which a table's search for host rows, or its inserts, get all threads */
 
 /* -------------------------------------------------------------------------------------------------------------- dedup */
-
-/* At most dedup_count tasks run at a time, so there always is an idle table. */
-static inline int ec_dedup_borrow(ec_work *w) {
-    for (int i = 0;; i = (i + 1) % w->dedup_count) {
-        int idle = 0;
-        if (__atomic_compare_exchange_n(&w->dedup_busy[i], &idle, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return i;
-    }
-}
-
-static inline void ec_dedup_return(ec_work *w, int i) { __atomic_store_n(&w->dedup_busy[i], 0, __ATOMIC_RELEASE); }
 
 static void ec_phase_dedup(void *context, int64_t task) {
     ec_work *w = (ec_work *)context;
@@ -87,6 +81,14 @@ static void ec_phase_lookup(void *context, int64_t task) {
     for (int64_t i = begin; i < others; i++) w->row[w->some_at[i]] = w->some_row[i];
 }
 
+/* A table of the short way: its uniques, who of them is resident, and the others' host rows. */
+static void ec_phase_resident(void *context, int64_t task) {
+    ec_work *w = (ec_work *)context;
+    const int64_t t = EC_AT(w->quick, int64_t, task);
+    w->parts[t].status = ec_resident_run(w, t);
+    if (w->parts[t].status == EC_OK && w->parts[t].missing < EC_ALONE) ec_resident_rows(w, t, 1);
+}
+
 /* ------------------------------------------------------------------------------------------------------------- decide */
 
 static int ec_decide(ec_work *w, int64_t t) {
@@ -94,13 +96,18 @@ static int ec_decide(ec_work *w, int64_t t) {
     ec_part *p = &w->parts[t];
     ec_cache *c = &s->cache;
     const int64_t begin = w->offsets[t], end = begin + p->unique;
-    memset(w->admitted + begin, 1, (size_t)p->unique);
+    if (!p->quick) memset(w->admitted + begin, 1, (size_t)p->unique);
     if (s->filter) {
         const int status = ec_filter_step(w, t);
         if (status != EC_OK) return status;
     }
     int64_t admitted = 0, hits = 0, born = 0;
-    for (int64_t u = begin; u < end; u++) {
+    if (p->quick) {
+        admitted = p->unique;
+        hits = p->unique - p->missing;
+        born = ec_resident_unborn(w, t);
+    }
+    for (int64_t u = begin; u < end && !p->quick; u++) {
         if (!w->admitted[u]) continue;
         admitted++;
         if (w->slot[u] >= 0) {
@@ -111,20 +118,25 @@ static int ec_decide(ec_work *w, int64_t t) {
             w->some_at[begin + born++] = u;
         }
     }
+    s->met = p->unique;
+    s->missed = admitted - hits;
     p->totals[EC_HITS] = hits;
     p->totals[EC_MISSES] = admitted - hits;
     p->totals[EC_ADMITTED] = admitted;
     p->totals[EC_REJECTED] = p->unique - admitted;
     p->totals[EC_BORN] = born;
     p->need = admitted;
-    p->have = c->capacity - c->pinned;
-    if (p->need > p->have) { /* hits that are pinned already need no slot of their own: rarely worth a look */
+    p->have = c->capacity - (p->quick ? p->pinned_before : c->pinned);
+    if (p->quick) {
+        p->have += hits - (c->pinned - p->pinned_before);
+        if (p->need > p->have) return EC_CAPACITY;
+    } else if (p->need > p->have) { /* hits that are pinned already need no slot of their own: rarely worth a look */
         for (int64_t u = begin; u < end; u++) p->have += w->admitted[u] && w->slot[u] >= 0 && c->seats[w->slot[u]].pins > 0;
         if (p->need > p->have) return EC_CAPACITY;
     }
     /* from here on nothing may fail but the birth of rows, whose record has its room already, and the choice of victims */
     if (ec_vec_reserve(&p->births, born, sizeof(ec_birth)) || ec_vec_reserve(&p->takes, admitted - hits, sizeof(ec_take_record)) ||
-        ec_vec_reserve(&p->touches, admitted, sizeof(ec_stood)) || ec_take_refused() ||
+        ec_vec_reserve(&p->touches, admitted - p->touches.size, sizeof(ec_stood)) || ec_take_refused() ||
         ec_index_reserve(&c->index, admitted - hits))
         return EC_NOMEM;
     return EC_OK;
@@ -156,7 +168,7 @@ static void ec_bear(ec_work *w, int64_t t, int threads) {
 
 static void ec_phase_bear(void *context, int64_t t) {
     ec_work *w = (ec_work *)context;
-    if (w->parts[t].totals[EC_BORN] < EC_BEAR_ALONE) ec_bear(w, t, 1);
+    if (w->parts[t].totals[EC_BORN] < EC_ALONE) ec_bear(w, t, 1);
 }
 
 #endif

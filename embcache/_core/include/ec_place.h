@@ -27,25 +27,34 @@ static inline void ec_place_ask_others(const ec_work *w, const ec_side *s, int64
     }
 }
 
-/* Pins the hits of table t, before any victim is chosen, and chooses the victims that its misses need, into `victims`.
+static inline void ec_place_ask_missing(const ec_work *w, const ec_side *s, int64_t from, int64_t end) {
+    const int64_t to = from + EC_AHEAD < end ? from + EC_AHEAD : end;
+    for (int64_t i = from; i < to; i++) {
+        ec_index_prefetch(&s->cache.index, w->hash[w->missing[i]]);
+        EC_PREFETCH_WRITE(ec_table_flags(s->table, w->row[w->missing[i]]));
+    }
+}
+
+/* Pins the hits of table t, before any victim is chosen, where the short way has not done it, and chooses the victims that its misses need, into `victims`.
  * EC_NOMEM: nothing is pinned. */
 static int ec_place_choose(ec_work *w, int64_t t, int64_t need, uint32_t *victims) {
     ec_part *p = &w->parts[t];
     ec_cache *c = &w->sides[t].cache;
     const int64_t begin = w->offsets[t], end = begin + p->unique;
-    for (int64_t u = begin; need > 0 && u < end; u++) {
+    const int64_t to_pin = need > 0 && !p->quick ? end : begin;
+    for (int64_t u = begin; u < to_pin; u++) {
         if ((u - begin) % EC_AHEAD == 0) ec_place_ask_seats(w, c, u + EC_AHEAD, end);
         if (w->slot[u] >= 0) ec_cache_pin(c, (uint32_t)w->slot[u]);
     }
     const int status = ec_policy_choose(&c->policy, c->seats, c->slots, c->pinned, need, p->totals[EC_MISSES], victims, &p->choice);
     if (status == EC_OK) return EC_OK;
-    for (int64_t u = begin; need > 0 && u < end; u++)
+    for (int64_t u = begin; u < to_pin; u++)
         if (w->slot[u] >= 0) ec_cache_unpin(c, (uint32_t)w->slot[u]);
     return status;
 }
 
-/* Gives unique u of table t, which is admitted and not resident, a slot; see ec_cache_take() about `victim`. */
-static inline void ec_place_take(ec_work *w, int64_t t, int64_t u, uint32_t victim) {
+/* Gives unique u of table t, which is admitted and not resident, a slot; see ec_cache_take() about `victim`. Returns it. */
+static inline uint32_t ec_place_take(ec_work *w, int64_t t, int64_t u, uint32_t victim) {
     ec_side *s = &w->sides[t];
     ec_part *p = &w->parts[t];
     ec_cache *c = &s->cache;
@@ -67,8 +76,8 @@ static inline void ec_place_take(ec_work *w, int64_t t, int64_t u, uint32_t vict
         }
     }
     p->totals[EC_SWAP_OUT_ROWS] += take.from != EC_FROM_FREE;
-    w->slot[u] = take.slot;
     EC_PUSH(p->takes, ec_take_record, take);
+    return take.slot;
 }
 
 /* Two looks ahead at a victim: its slot and seat; then, as that says which, its index bucket and its host row. */
@@ -95,8 +104,16 @@ static inline ec_when ec_place_foreseen(const ec_work *w, const ec_cache *c, int
     return EC_KNOWN(coming, EC_USE(coming, use).known).key == w->key[u] ? use : EC_NEVER_USED;
 }
 
+/* A slot for unique u of table t, victim number `at` of `need` or, where that is negative, another; it looks ahead at victims. */
+static inline uint32_t ec_place_next(ec_work *w, int64_t t, int64_t u, int64_t at, int64_t need, const uint32_t *victims) {
+    const ec_side *s = &w->sides[t];
+    if (at >= 0 && at + 2 * EC_AHEAD < need) ec_place_prefetch_slot(&s->cache, victims[at + 2 * EC_AHEAD]);
+    if (at >= 0 && at + EC_AHEAD < need) ec_place_prefetch_key(s, victims[at + EC_AHEAD]);
+    return ec_place_take(w, t, u, at >= 0 ? victims[at] : EC_NO_SLOT);
+}
+
 /* A slot for every admitted key: residents keep theirs; free slots first, dying ones after, victims in the end. Then its
- * use, in the order of the uniques. */
+ * use, in the order of the uniques. A table of the short way has its hits behind it. */
 static void ec_phase_place(void *context, int64_t t) {
     ec_work *w = (ec_work *)context;
     ec_side *s = &w->sides[t];
@@ -106,10 +123,19 @@ static void ec_phase_place(void *context, int64_t t) {
     const int64_t misses = p->totals[EC_MISSES], spare = c->free.count + c->dying.count;
     const int64_t need = misses > spare ? misses - spare : 0;
     uint32_t *victims = (uint32_t *)(w->some_at + begin); /* nobody needs that any more */
-    ec_policy_mark(&c->policy, &p->choice);
+    if (!p->quick) ec_policy_mark(&c->policy, &p->choice);
     if (misses > 0 && (p->status = ec_place_choose(w, t, need, victims)) != EC_OK) return;
     for (int64_t i = 0; i < need && i < 2 * EC_AHEAD; i++) ec_place_prefetch_slot(c, victims[i]);
     for (int64_t i = 0; i < need && i < EC_AHEAD; i++) ec_place_prefetch_key(s, victims[i]);
+    if (p->quick) {
+        for (int64_t i = 0; i < misses; i++) {
+            if (i % EC_AHEAD == 0) ec_place_ask_missing(w, s, begin + i + EC_AHEAD, begin + misses);
+            const int64_t u = w->missing[begin + i];
+            const uint32_t slot = ec_place_next(w, t, u, i - spare, need, victims);
+            EC_PUSH(p->touches, ec_stood, ec_policy_date(&c->policy, c->seats, slot, p->choice.version + 1 + (uint64_t)(u - begin)));
+        }
+        return;
+    }
     ec_place_ask_seats(w, c, begin, end);
     int64_t taken = -spare; /* the number of the next victim; negative while there are other slots */
     for (int64_t u = begin; u < end; u++) {
@@ -118,14 +144,8 @@ static void ec_phase_place(void *context, int64_t t) {
             if (misses > 0) ec_place_ask_others(w, s, u + EC_AHEAD, end);
         }
         if (!w->admitted[u]) continue;
-        if (w->slot[u] < 0) {
-            if (taken >= 0 && taken + 2 * EC_AHEAD < need) ec_place_prefetch_slot(c, victims[taken + 2 * EC_AHEAD]);
-            if (taken >= 0 && taken + EC_AHEAD < need) ec_place_prefetch_key(s, victims[taken + EC_AHEAD]);
-            ec_place_take(w, t, u, taken >= 0 ? victims[taken] : EC_NO_SLOT);
-            taken++;
-        } else if (need == 0) {
-            ec_cache_pin(c, (uint32_t)w->slot[u]);
-        }
+        if (w->slot[u] < 0) w->slot[u] = ec_place_next(w, t, u, taken++, need, victims);
+        else if (need == 0) ec_cache_pin(c, (uint32_t)w->slot[u]);
         const uint32_t slot = (uint32_t)w->slot[u];
         if (w->notice == EC_NO_NOTICE) EC_PUSH(p->touches, ec_stood, ec_policy_touch(&c->policy, c->seats, slot));
         else EC_PUSH(p->touches, ec_stood, ec_policy_touch_seen(&c->policy, c->seats, slot, ec_place_foreseen(w, c, t, u)));
@@ -138,26 +158,43 @@ static void ec_phase_place(void *context, int64_t t) {
 
 /* --------------------------------------------------------------------------------------------------------------- emit */
 
+/* Table t's uniques and their slots, from scratch memory; the short way in turn has written them where they belong. */
+static void ec_emit_uniques(ec_work *w, int64_t t) {
+    const ec_side *s = &w->sides[t];
+    const ec_part *p = &w->parts[t];
+    ec_arrays *o = &w->out;
+    const int64_t begin = w->offsets[t], stop = w->offsets[t + 1], first = o->unique_offsets[t];
+    memcpy(o->unique_keys + first, w->key + begin, (size_t)p->unique * sizeof(int64_t));
+    if (first > 0)
+        for (int64_t i = begin; i < stop; i++) o->inverse[i] += first;
+    if (p->quick) {
+        memcpy(o->slots + first, w->slot + begin, (size_t)p->unique * sizeof(int64_t));
+        return;
+    }
+    for (int64_t u = 0; u < p->unique; u++) {
+        const int64_t slot = w->admitted[begin + u] ? w->slot[begin + u] : s->cache.capacity;
+        o->slots[first + u] = s->base + slot;
+    }
+}
+
 /* Writes table t's part of the plan's arrays; the offsets are there already. */
 static void ec_phase_emit(void *context, int64_t t) {
     ec_work *w = (ec_work *)context;
     ec_side *s = &w->sides[t];
     const ec_part *p = &w->parts[t];
     ec_arrays *o = &w->out;
-    const int64_t begin = w->offsets[t], stop = w->offsets[t + 1], first = o->unique_offsets[t];
-    int64_t in = o->in_offsets[t];
-    memcpy(o->unique_keys + first, w->key + begin, (size_t)p->unique * sizeof(int64_t));
-    memcpy(o->segment_offsets + first + 1, w->end + begin, (size_t)p->unique * sizeof(int64_t));
-    memcpy(o->admitted + first, w->admitted + begin, (size_t)p->unique);
-    if (first > 0)
-        for (int64_t i = begin; i < stop; i++) o->inverse[i] += first;
-    for (int64_t u = 0; u < p->unique; u++) {
-        const int64_t slot = w->admitted[begin + u] ? w->slot[begin + u] : s->cache.capacity;
-        o->slots[first + u] = s->base + slot;
+    const int64_t begin = w->offsets[t], first = o->unique_offsets[t];
+    int64_t in = o->in_offsets[t], out = o->out_offsets[t];
+    if (!p->quick || !w->in_turn) ec_emit_uniques(w, t);
+    if (p->quick) {
+        memset(o->admitted + first, 1, (size_t)p->unique);
+    } else {
+        memcpy(o->admitted + first, w->admitted + begin, (size_t)p->unique);
+        memcpy(o->segment_offsets + first + 1, w->end + begin, (size_t)p->unique * sizeof(int64_t));
     }
-    int64_t out = o->out_offsets[t];
     for (int64_t i = 0; i < p->takes.size; i++, in++) {
         const ec_take_record *take = &EC_TAKE(p, i);
+        o->slots[first + take->unique] = s->base + take->slot;
         o->in_keys[in] = w->key[begin + take->unique];
         o->in_slots[in] = s->base + take->slot;
         o->in_rows[in] = w->row[begin + take->unique];

@@ -32,6 +32,7 @@ typedef struct {
     ec_filter *filter; /* NULL: every key is admitted, nothing is counted */
     ec_table *table;
     int64_t base; /* number of the table's slot 0 in the whole buffer */
+    int64_t met, missed; /* uniques of the last batch, and those of them that were not resident */
     int64_t totals[EC_TOTALS];
 } ec_side;
 
@@ -75,6 +76,9 @@ typedef struct {
     int64_t swept; /* the plan's step where it was one of a sweep, else 0 */
     int64_t totals[EC_TOTALS];
     int64_t unique;
+    int64_t missing;       /* uniques that were not resident, where the short way (ec_resident.h) was gone, and */
+    int64_t pinned_before; /* slots pinned before it; it has pinned the hits */
+    int quick;             /* whether it was */
     int64_t need, have; /* slots, for the message where they do not suffice */
     int status;
 } ec_part;
@@ -95,6 +99,11 @@ static inline void ec_part_free(ec_part *p) {
     ec_vec_free(&p->takes);
     ec_choice_free(&p->choice);
     ec_vec_free(&p->touches);
+}
+
+/* Whether a batch goes the short way (ec_resident.h) in a table, which has n keys of it: a matter of speed only. */
+static inline int ec_side_quick(const ec_side *s, int64_t n) {
+    return n > 0 && !s->filter && s->cache.policy.kind == EC_LRU && s->cache.index.size > 0 && 2 * s->missed < s->met;
 }
 
 /* Callback of ec_cache: the end of an evicted key's row. */

@@ -174,6 +174,15 @@ static inline ec_stood ec_policy_touch(ec_policy *p, ec_seat *seats, uint32_t sl
     return record;
 }
 
+/* The same under "lru" of a slot new to the policy, with a version that was kept for it. */
+static inline ec_stood ec_policy_date(ec_policy *p, ec_seat *seats, uint32_t slot, uint64_t version) {
+    const ec_stood record = {seats[slot].standing, slot, EC_NO_SLOT};
+    EC_ASSERT(p->kind == EC_LRU && record.before.version == 0);
+    seats[slot].standing.version = version;
+    p->placed++;
+    return record;
+}
+
 /* Gives a slot its old standing back. */
 static inline void ec_policy_restore(ec_policy *p, ec_seat *seats, const ec_stood *stood) {
     ec_standing *it = &seats[stood->slot].standing;
@@ -289,8 +298,10 @@ static int ec_policy_choose(ec_policy *p, ec_seat *seats, const ec_slot *slots, 
     if (ec_vec_reserve(&choice->stood, n, sizeof(ec_stood)) != EC_OK) return EC_NOMEM;
     if (p->kind == EC_LRU) {
         if (n == 0) return EC_OK;
-        const int status =
-            ec_recency_choose(&p->recency, seats, p->capacity, p->version, p->placed, pinned, n, victims, &choice->stood);
+        /* The batch's own uses, where it has some already (ec_resident.h), are not part of the order: its misses will stand
+         * among them. */
+        const uint64_t version = choice->marked ? choice->version : p->version;
+        const int status = ec_recency_choose(&p->recency, seats, p->capacity, version, p->placed, pinned, n, victims, &choice->stood);
         p->placed -= choice->stood.size;
         return status;
     }

@@ -17,16 +17,15 @@ typedef struct {
     int64_t begin, end; /* uniques, relative to the table */
 } ec_chunk;
 
-/* The plan's arrays, as carved from its two blocks. */
+/* The plan's arrays, as carved from its two blocks: what has a known size, or at most one item a key; and the moves. */
 typedef struct {
-    int64_t *inverse, *order;
-    int64_t *table_offsets, *unique_offsets, *segment_offsets, *unique_keys, *slots;
-    int64_t *in_offsets, *in_keys, *in_slots, *in_rows;
-    int64_t *out_offsets, *out_keys, *out_slots, *out_rows;
-    int64_t *hits, *misses;
+    int64_t *table_offsets, *unique_offsets, *in_offsets, *out_offsets, *hits, *misses;
+    int64_t *inverse, *order, *segment_offsets, *unique_keys, *slots;
     uint8_t *admitted;
-    void *front, *back; /* from ec_take(): the first two arrays, all others */
-    size_t back_bytes;
+    int64_t *in_keys, *in_slots, *in_rows;
+    int64_t *out_keys, *out_slots, *out_rows;
+    void *front, *back; /* from ec_take() */
+    size_t front_bytes, back_bytes;
 } ec_arrays;
 
 typedef struct {
@@ -41,6 +40,7 @@ typedef struct {
     uint32_t notice;    /* the one that told of this batch, or EC_NO_NOTICE */
     int64_t sweep_rows; /* work of a pass in one plan, all tables together: slots, rows and waiting keys looked at */
     int64_t slice;      /* a table's share of it in this plan */
+    int in_turn;        /* whether the tables go their way one after the other */
     int avx2;           /* whether the CPU has it */
     double bracket;     /* half the width of a selection's bracket: times the root of its sample's size */
     /* state and journal */
@@ -52,7 +52,7 @@ typedef struct {
     uint64_t *hash;
     uint8_t *admitted;
     /* per unique, compacted inside a chunk or a table: those not resident, then those without a row */
-    int64_t *some_key, *some_row, *some_at;
+    int64_t *some_key, *some_row, *some_at, *missing;
     uint64_t *some_hash;
     uint8_t *some_born;
     /* dedup */
@@ -66,6 +66,7 @@ typedef struct {
     int64_t *part_unique, *block_first, *block_count;
     ec_dedup_item *items;
     int dedup_status;
+    ec_vec quick;  /* of int64_t: tables that go the short way (ec_resident.h) */
     ec_vec plain;  /* of int64_t: tables whose dedup is one task */
     ec_vec chunks; /* of ec_chunk */
     ec_block scratch; /* what the arrays above are carved from */
@@ -102,6 +103,7 @@ static void ec_work_carve(ec_work *w, ec_carver *c, int64_t n, int64_t large) {
     w->some_key = (int64_t *)ec_carve(c, n, 8);
     w->some_row = (int64_t *)ec_carve(c, n, 8);
     w->some_at = (int64_t *)ec_carve(c, n, 8);
+    w->missing = w->entry; /* of tables without a filter: their uniques that are not resident */
     w->some_hash = (uint64_t *)ec_carve(c, n, 8);
     w->admitted = (uint8_t *)ec_carve(c, n, 1);
     w->some_born = (uint8_t *)ec_carve(c, n, 1);
@@ -139,6 +141,29 @@ static inline int64_t ec_expected_unique(const ec_dedup_call *last, int64_t n) {
     return (int64_t)(share * (double)n * 1.05);
 }
 
+static void ec_arrays_carve_front(ec_arrays *o, ec_carver *c, int64_t tables, int64_t n) {
+    o->table_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
+    o->unique_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
+    o->in_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
+    o->out_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
+    o->hits = (int64_t *)ec_carve(c, tables, 8);
+    o->misses = (int64_t *)ec_carve(c, tables, 8);
+    o->inverse = (int64_t *)ec_carve(c, n, 8);
+    o->order = (int64_t *)ec_carve(c, n, 8);
+    o->unique_keys = (int64_t *)ec_carve(c, n, 8);
+    o->slots = (int64_t *)ec_carve(c, n, 8);
+    o->segment_offsets = (int64_t *)ec_carve(c, n + 1, 8);
+    o->admitted = (uint8_t *)ec_carve(c, n, 1);
+}
+
+/* Bytes of the first block of a plan of n keys. */
+static size_t ec_arrays_front_bytes(int64_t tables, int64_t n) {
+    ec_arrays unused;
+    ec_carver sizes = {NULL, 0};
+    ec_arrays_carve_front(&unused, &sizes, tables, n);
+    return sizes.used;
+}
+
 /* Says what every table's dedup reads and writes, and which tables are cut. */
 static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps, int64_t step,
                          int threads) {
@@ -149,18 +174,23 @@ static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets
     w->timestamps = timestamps;
     w->step = step;
     w->n = offsets[w->tables];
-    w->plain.size = w->chunks.size = 0;
+    w->quick.size = w->plain.size = w->chunks.size = 0;
+    if (ec_vec_reserve(&w->quick, w->tables, sizeof(int64_t)) != EC_OK) return EC_NOMEM;
     for (int64_t t = 0; t < w->tables; t++) {
         const int64_t size = offsets[t + 1] - offsets[t];
-        if (size >= cut_from && size > large) large = size;
+        w->parts[t].quick = ec_side_quick(&w->sides[t], size);
+        if (w->parts[t].quick) EC_PUSH(w->quick, int64_t, t);
+        else if (size >= cut_from && size > large) large = size;
     }
     if (ec_vec_reserve(&w->plain, w->tables, sizeof(int64_t)) || ec_work_reserve(w, w->n, large)) return EC_NOMEM;
-    void *front = w->spare ? w->spare : ec_take(NULL, (size_t)w->n * 16);
-    if (!front) return EC_NOMEM;
+    w->out.front_bytes = ec_arrays_front_bytes(w->tables, w->n);
+    w->out.front = w->spare ? w->spare : ec_take(NULL, w->out.front_bytes);
+    if (!w->out.front) return EC_NOMEM;
     w->spare = NULL;
-    w->out.front = front;
-    w->out.inverse = (int64_t *)front;
-    w->out.order = (int64_t *)front + w->n;
+    ec_carver pieces = {(char *)w->out.front, 0};
+    ec_arrays_carve_front(&w->out, &pieces, w->tables, w->n);
+    memcpy(w->out.table_offsets, offsets, (size_t)(w->tables + 1) * sizeof(int64_t));
+    w->in_turn = threads == 1;
     for (int64_t t = 0; t < w->tables; t++) {
         const int64_t begin = offsets[t], size = offsets[t + 1] - begin;
         const int64_t expected = ec_expected_unique(&w->calls[t], size);
@@ -170,38 +200,46 @@ static int ec_work_begin(ec_work *w, const int64_t *keys, const int64_t *offsets
             .counts = w->counts + begin, .first = w->first, .blocks = ec_dedup_blocks(size), .items = w->items,
             .part_uid = w->part_uid, .part_unique = w->part_unique, .starts = w->starts, .fresh = w->fresh,
             .block_first = w->block_first, .block_count = w->block_count};
-        if (size < cut_from) EC_PUSH(w->plain, int64_t, t);
+        if (size < cut_from && !w->parts[t].quick) EC_PUSH(w->plain, int64_t, t);
     }
     return EC_OK;
 }
+
+/* A probe table that nobody uses. At most dedup_count tasks run at a time, so there always is one. */
+static inline int ec_dedup_borrow(ec_work *w) {
+    for (int i = 0;; i = (i + 1) % w->dedup_count) {
+        int idle = 0;
+        if (__atomic_compare_exchange_n(&w->dedup_busy[i], &idle, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return i;
+    }
+}
+
+static inline void ec_dedup_return(ec_work *w, int i) { __atomic_store_n(&w->dedup_busy[i], 0, __ATOMIC_RELEASE); }
 
 /* Cuts the uniques of all tables into look-up tasks. */
 static int ec_work_chunk(ec_work *w) {
     int64_t chunks = 0;
     for (int64_t t = 0; t < w->tables; t++) {
+        if (w->parts[t].quick) continue;
         w->parts[t].unique = w->calls[t].unique;
         chunks += (w->parts[t].unique + EC_CHUNK - 1) / EC_CHUNK;
     }
     if (ec_vec_reserve(&w->chunks, chunks, sizeof(ec_chunk)) != EC_OK) return EC_NOMEM;
     for (int64_t t = 0; t < w->tables; t++) {
-        const int64_t unique = w->parts[t].unique;
+        const int64_t unique = w->parts[t].quick ? 0 : w->parts[t].unique;
         for (int64_t begin = 0; begin < unique; begin += EC_CHUNK)
             EC_PUSH(w->chunks, ec_chunk, {t, begin, begin + EC_CHUNK < unique ? begin + EC_CHUNK : unique});
     }
     return EC_OK;
 }
 
-static void ec_arrays_carve(ec_arrays *o, ec_carver *c, int64_t tables, int64_t unique, int64_t in) {
-    o->table_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
-    o->unique_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
-    o->in_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
-    o->out_offsets = (int64_t *)ec_carve(c, tables + 1, 8);
-    o->hits = (int64_t *)ec_carve(c, tables, 8);
-    o->misses = (int64_t *)ec_carve(c, tables, 8);
-    o->segment_offsets = (int64_t *)ec_carve(c, unique + 1, 8);
-    o->unique_keys = (int64_t *)ec_carve(c, unique, 8);
-    o->slots = (int64_t *)ec_carve(c, unique, 8);
-    o->admitted = (uint8_t *)ec_carve(c, unique, 1);
+/* Number of table t's unique 0, where the uniques of all tables before are known. */
+static inline int64_t ec_work_first(const ec_work *w, int64_t t) {
+    int64_t first = 0;
+    for (int64_t before = 0; before < t; before++) first += w->parts[before].unique;
+    return first;
+}
+
+static void ec_arrays_carve_back(ec_arrays *o, ec_carver *c, int64_t in) {
     o->in_keys = (int64_t *)ec_carve(c, in, 8);
     o->in_slots = (int64_t *)ec_carve(c, in, 8);
     o->in_rows = (int64_t *)ec_carve(c, in, 8);
@@ -210,28 +248,22 @@ static void ec_arrays_carve(ec_arrays *o, ec_carver *c, int64_t tables, int64_t 
     o->out_rows = (int64_t *)ec_carve(c, in, 8);
 }
 
-/* The plan's other arrays, once it is known how many uniques and swap-ins there are; and their offsets. */
+/* The plan's other arrays, once it is known how many swap-ins there are; and the offsets. */
 static int ec_arrays_reserve(ec_work *w) {
     ec_arrays *o = &w->out;
-    int64_t unique = 0, in = 0;
-    for (int64_t t = 0; t < w->tables; t++) {
-        unique += w->parts[t].unique;
-        in += w->parts[t].totals[EC_MISSES];
-    }
-    ec_carver sizes = {NULL, 0};
-    ec_arrays_carve(o, &sizes, w->tables, unique, in);
-    char *back = (char *)ec_take(NULL, sizes.used);
-    if (!back) return EC_NOMEM;
-    ec_carver pieces = {back, 0};
-    ec_arrays_carve(o, &pieces, w->tables, unique, in);
-    o->back = back;
-    o->back_bytes = sizes.used;
     o->unique_offsets[0] = o->in_offsets[0] = o->segment_offsets[0] = 0;
     for (int64_t t = 0; t < w->tables; t++) {
         o->unique_offsets[t + 1] = o->unique_offsets[t] + w->parts[t].unique;
         o->in_offsets[t + 1] = o->in_offsets[t] + w->parts[t].totals[EC_MISSES];
     }
-    memcpy(o->table_offsets, w->offsets, (size_t)(w->tables + 1) * sizeof(int64_t));
+    ec_carver sizes = {NULL, 0};
+    ec_arrays_carve_back(o, &sizes, o->in_offsets[w->tables]);
+    char *back = (char *)ec_take(NULL, sizes.used);
+    if (!back) return EC_NOMEM;
+    ec_carver pieces = {back, 0};
+    ec_arrays_carve_back(o, &pieces, o->in_offsets[w->tables]);
+    o->back = back;
+    o->back_bytes = sizes.used;
     return EC_OK;
 }
 
@@ -245,6 +277,7 @@ static void ec_arrays_out_offsets(ec_work *w) {
 static void ec_work_free(ec_work *w) {
     for (int i = 0; i < w->dedup_count; i++) ec_dedup_table_free(&w->dedup[i]);
     ec_block_drop(&w->scratch);
+    ec_vec_free(&w->quick);
     ec_vec_free(&w->plain);
     ec_vec_free(&w->chunks);
     free(w->calls);

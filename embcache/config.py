@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from .errors import ConfigError, shown, whole_number
+from .record import record
 from .rowtypes import row_type
 
 __all__ = [
@@ -90,21 +91,21 @@ def _integer(owner: str, name: str, value: Any, *, low: int, high: int = INT64_M
 # ---------------------------------------------------------------------------------------------------- initial values
 
 
-@dataclass(frozen=True)
+@record
 class Initializer:
     """Base of the initial-value rules. A new row is a pure function of (table name, seed, key, element): promise I8."""
 
     kind: ClassVar[str] = ""
 
 
-@dataclass(frozen=True)
+@record
 class Zeros(Initializer):
     """Every element is 0."""
 
     kind: ClassVar[str] = "zeros"
 
 
-@dataclass(frozen=True)
+@record
 class Constant(Initializer):
     """Every element is `value`."""
 
@@ -115,7 +116,7 @@ class Constant(Initializer):
         object.__setattr__(self, "value", _finite("Constant", "value", self.value, float32=False))
 
 
-@dataclass(frozen=True)
+@record
 class Uniform(Initializer):
     """Uniform in [low, high): low + (high - low) * u in float32, u a multiple of 2**-24."""
 
@@ -130,7 +131,7 @@ class Uniform(Initializer):
             raise ConfigError(f"Uniform: low = {self.low!r} exceeds high = {self.high!r}; swap them")
 
 
-@dataclass(frozen=True)
+@record
 class Normal(Initializer):
     """Normal with the given mean and standard deviation, by inversion with IEEE basic operations only."""
 
@@ -143,7 +144,7 @@ class Normal(Initializer):
         object.__setattr__(self, "std", _finite("Normal", "std", self.std, low=0.0, float32=False))
 
 
-@dataclass(frozen=True)
+@record
 class TruncatedNormal(Initializer):
     """Normal truncated to mean +- 2 std, by counter-based rejection."""
 
@@ -156,7 +157,7 @@ class TruncatedNormal(Initializer):
         object.__setattr__(self, "std", _finite("TruncatedNormal", "std", self.std, low=0.0, float32=False))
 
 
-@dataclass(frozen=True)
+@record
 class LinearRamp(Initializer):
     """Element j of a row of dim d is start + (stop - start) * (j / d) in float32: the same row for every key."""
 
@@ -172,7 +173,7 @@ class LinearRamp(Initializer):
 # -------------------------------------------------------------------------------------------------------- optimizers
 
 
-@dataclass(frozen=True)
+@record
 class OptimizerSpec:
     """Base of the sparse optimizers. They are lazy: only rows touched by the batch change, weight decay included.
 
@@ -202,14 +203,14 @@ class OptimizerSpec:
         return ()
 
 
-@dataclass(frozen=True)
+@record
 class SGD(OptimizerSpec):
     """w -= lr * g."""
 
     kind: ClassVar[str] = "sgd"
 
 
-@dataclass(frozen=True)
+@record
 class Adagrad(OptimizerSpec):
     """s += g * g; w -= lr * g / (sqrt(s) + eps), as `torch.optim.Adagrad` on sparse gradients with lr_decay = 0."""
 
@@ -231,7 +232,7 @@ class Adagrad(OptimizerSpec):
         return (self.initial_accumulator_value,)
 
 
-@dataclass(frozen=True)
+@record
 class RowWiseAdagrad(Adagrad):
     """s += mean(g * g); w -= lr * g / (sqrt(s) + eps): one accumulator a row."""
 
@@ -241,7 +242,7 @@ class RowWiseAdagrad(Adagrad):
         return (1,)
 
 
-@dataclass(frozen=True)
+@record
 class Adam(OptimizerSpec):
     """As `torch.optim.SparseAdam`: m += (1-b1)(g-m); v += (1-b2)(g*g-v); w -= lr*sqrt(1-b2^t)/(1-b1^t) * m/(sqrt(v)+eps).
 
@@ -271,7 +272,7 @@ class Adam(OptimizerSpec):
 # ---------------------------------------------------------------------------------------------------------- the tables
 
 
-@dataclass(frozen=True)
+@record
 class ShowClick:
     """How keys are scored by the show/click policy: score = alpha * shows + beta * clicks, in float64.
 
@@ -319,7 +320,7 @@ class ShowClick:
         return self.score_decay < 1.0 or self.evict_percentage > 0.0
 
 
-@dataclass(frozen=True)
+@record
 class AdmitAndEvictConfig:
     """When a key earns a row and when it loses it.
 
@@ -485,7 +486,7 @@ class AdmitAndEvictConfig:
         return self.policy == "show_click"
 
 
-@dataclass(frozen=True)
+@record
 class TableConfig:
     """One embedding table.
 

@@ -346,6 +346,7 @@ class EmbCacheManager(Savable):
             start = timeline.start("plan", number)
             info = self._plan_flat(flat, notice)
             try:
+                _ = info.plan.occurrence_order  # made by this thread rather than by the one that computes
                 timeline.stop("plan", number, start)
                 with self.buffer.moving():
                     start = timeline.start("swap_out", number)

@@ -49,8 +49,6 @@ class Feed:
             )
         raise PlanError(f"training forward of {what}; {how}")
 
-    def clear(self) -> list[SwapInfo]:
-        """Forget everything; returns the plans that no forward has taken, in the order of the offers."""
-        left = [info for _, infos in self._plans.values() for info in infos]
+    def clear(self) -> None:
+        """Forget everything."""
         self._plans.clear()
-        return sorted(left, key=lambda info: info.plan.step)

@@ -130,13 +130,17 @@ class FusedUpdate:
         """
         for forward in forwards:
             if forward.state is not DONE:  # a collector may have ended it
+                self.manager.finish_late(forward.info)  # first: an interrupt may come between, and twice is no harm
                 forward.state, forward.gradients = DONE, ()
-                self.manager.finish_late(forward.info)
         self.manager.door.settle()
 
     def abandon(self, forward: Forward) -> None:
         """End a forward that failed before it had an output."""
         self._finish([forward])
+
+    def holds(self, info: SwapInfo) -> bool:
+        """Whether the gradient of a forward of `info` is part of a window that is still open."""
+        return any(forward.info is info for forward in self._held)
 
     def drop_stale(self) -> None:
         """Drop what backward passes that did not reach their end have left."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._core.door import Door
 from ._core.notice import Notice
 from ._core.plan import Plan
 from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapManager
@@ -29,7 +30,6 @@ from .buffer import HbmBuffer
 from .checkpoint import created_of
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import backend_for
-from .door import Door
 from .errors import ConfigError, EmbCacheError, HbmCapacityError, HostMemoryError, PlanError, StorageError, whole_number
 from .features import as_jagged_features
 from .filterfile import pack, unpack
@@ -501,6 +501,29 @@ class EmbCacheManager(Savable):
         """
         plan = self._own(info)
         with self.door.planning:
+            self.planner.cancel(plan)
+            self.door.changes += 1
+
+    def take_back(self, info: SwapInfo) -> None:
+        """`cancel` of a plan whose rows are in and that has not trained: its victims return to their slots first.
+
+        Raises
+        ------
+        PlanError
+            It is not the newest outstanding plan, or rows were changed by hand since: finish it then.
+        """
+        plan = self._own(info)
+        with self.door.planning:
+            self.planner.take_back(plan)
+            try:
+                slots = info.moved(plan.swap_out_slots, plan.swap_out_offsets)
+                self._move(self.buffer.swap_in, plan.swap_out_rows, slots, plan.swap_out_offsets)
+            except BaseException:  # for want of memory for the copies: the plan stays as it was
+                self.planner.mark_swapped_out(plan)
+                slots = info.moved(plan.swap_in_slots, plan.swap_in_offsets)
+                self._move(self.buffer.swap_in, plan.swap_in_rows, slots, plan.swap_in_offsets)
+                self.planner.mark_swapped_in(plan)
+                raise
             self.planner.cancel(plan)
             self.door.changes += 1
 

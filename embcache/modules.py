@@ -230,12 +230,15 @@ class CachedCollection(Savable, nn.Module):
     def feed(self, feed: Feed | None) -> None:
         self._feed = feed
 
-    def end_step(self) -> None:
-        """A step is over or was given up: forwards that no backward has followed end here, and so do plans that none has used."""
-        left = [] if self._feed is None else self._feed.clear()
-        for info in left:
-            self._manager.finish_late(info)
+    def end_step(self, infos: Sequence[SwapInfo]) -> None:
+        """A step is over or was given up, whose plans were `infos`: what waits for no open window ends here. Again is no harm."""
+        if self._feed is not None:
+            self._feed.clear()
         self._update.end_step()
+        for info in infos:
+            if not self._update.holds(info):
+                self._manager.finish_late(info)
+        self._manager.door.settle()
 
     def _plan(self, features: Any) -> SwapInfo:
         """Plan a batch and move its rows; or take the plan that a pipeline has made."""

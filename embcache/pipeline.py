@@ -17,7 +17,6 @@ from torch import nn
 from ._core.threads import process_number_of, this_process
 from .batches import Chooser, to_device
 from .errors import ClosedError, ConfigError, ForkError, PlanError, shown, whole_number
-from .feed import Feed
 from .modules import CachedCollection
 from .stages import Batch, Flow, Source
 from .timeline import STAGES, WAITS, Timeline
@@ -148,8 +147,8 @@ class TrainPipeline:
         self._step = step
         self._flow = Flow(collections, most, ahead, features, where)
         self._closed = False
-        for collection in collections.values():
-            collection.feed = Feed()
+        for path, collection in collections.items():
+            collection.feed = self._flow.feeds[path]
         _flows.add(self._flow)
         # Whoever collects the garbage may be inside any lock, so nobody is waited for.
         weakref.finalize(self, _let_go, self._flow).atexit = False
@@ -184,6 +183,7 @@ class TrainPipeline:
         self._end_given_up()
         if flow.source is None or flow.source.iterator is not iterator:
             flow.source = Source(iterator)
+        flow.frozen = frozenset(path for path, part in flow.collections.items() if not part.training)
         flow.start()
         flow.load_bell.ring()
         flow.plan_bell.ring()
@@ -225,9 +225,7 @@ class TrainPipeline:
         start = flow.timeline.start("compute", batch.number)
         try:
             for path, value, info in batch.plans:
-                feed = flow.collections[path].feed
-                assert feed is not None
-                feed.offer(value, info)
+                flow.feeds[path].offer(value, info)
             result = self.train_step(batch.data) if self._step is None else self._step(batch.data)
             pair = _pair(result, "step(batch)")
             self.batches_done += 1
@@ -236,15 +234,15 @@ class TrainPipeline:
             flow.timeline.stop("compute", batch.number, start)
             self._pass_over(batch)
 
-    def _end_step(self) -> None:
-        for collection in self._flow.collections.values():
-            collection.end_step()
+    def _end_step(self, batch: Batch) -> None:
+        for path, collection in self._flow.collections.items():
+            collection.end_step([info for owner, _, info in batch.plans if owner == path])
 
     def _pass_over(self, batch: Batch) -> None:
         """The batch at the head of the queue is done, or was given up: the others may go on. Again is no harm."""
         flow = self._flow
         if batch.started:
-            self._end_step()
+            self._end_step(batch)
         flow.done = max(flow.done, batch.number)
         if flow.ready and flow.ready[0] is batch:
             flow.ready.popleft()
@@ -365,8 +363,6 @@ class TrainPipeline:
         if flow.process != this_process() or self._closed:
             return
         flow.stop(PATIENCE_S)
-        if not (flow.ready and flow.ready[0].started):
-            self._end_step()
         _let_go(flow)
         flow.ready.clear()
         flow.loaded.clear()
@@ -391,8 +387,9 @@ class TrainPipeline:
 def _let_go(flow: Flow) -> None:
     """The pipeline is gone or closed: its threads end, its collections plan for themselves."""
     flow.close()
-    for collection in flow.collections.values():
-        collection.feed = None
+    for path, collection in flow.collections.items():
+        if collection.feed is flow.feeds[path]:
+            collection.feed = None
 
 
 def _pair(result: Any, what: str) -> tuple[Any, Any]:

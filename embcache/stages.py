@@ -22,8 +22,9 @@ import torch
 
 from ._core.threads import this_process
 from .batches import Chooser, features_of, to_device, wanted
-from .errors import ConfigError, EmbCacheError, HbmCapacityError
+from .errors import ConfigError, EmbCacheError, HbmCapacityError, PlanError
 from .features import as_jagged_features
+from .feed import Feed
 from .layout import FlatBatch
 from .modules import CachedCollection
 from .swapinfo import SwapInfo
@@ -125,6 +126,8 @@ class Flow:
     timeline : Timeline
     source : Source, optional
         Set by the caller: what to pull from.
+    frozen : frozenset of str
+        Set by the caller: collections in ``eval()`` while the model trains, for which nothing is planned.
     done : int
         Set by the caller: number of the last batch that is computed or given up.
     pulled : int
@@ -132,6 +135,8 @@ class Flow:
     shortened : int
         Batches that had to wait for earlier ones since HBM was full.
     loaded, ready : deque of Batch
+    feeds : dict of str to Feed
+        Of the collections, by path.
     crash : BaseException, optional
         What ended a thread that should have gone on.
     """
@@ -150,6 +155,7 @@ class Flow:
         self.timeline = Timeline()
         self.process = this_process()
         self.source: Source | None = None
+        self.frozen: frozenset[str] = frozenset()
         self.done = self.pulled = self.shortened = 0
         self.loaded: deque[Batch] = deque()
         self.ready: deque[Batch] = deque()
@@ -158,15 +164,24 @@ class Flow:
         self.load_bell, self.plan_bell, self.ready_bell = Bell(), Bell(), Bell()
         self._ended: Source | None = None
         self._threads: list[threading.Thread] = []
+        self._once = threading.Lock(), threading.Lock()
+        self._running = False
+        self.feeds = {path: Feed() for path in self.collections}
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
     def start(self) -> None:
         """Start the threads, once. Daemons, so that none keeps the interpreter from ending: `stop` is called before it does."""
-        for name, run in (("embcache load", self._load), ("embcache plan", self._coordinate))[len(self._threads) :]:
-            thread = threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        if self._running:
+            return
+        for stage, (name, run) in enumerate((("embcache load", self._load), ("embcache plan", self._coordinate))):
+            if len(self._threads) == stage:
+                self._threads.append(
+                    threading.Thread(target=self._guarded, args=(run, self._once[stage]), name=name, daemon=True)
+                )
+            if self._threads[stage].ident is None:
+                self._threads[stage].start()
+        self._running = True
 
     def ring(self) -> None:
         """Wake all three."""
@@ -199,7 +214,9 @@ class Flow:
         """Whether a thread runs."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def _guarded(self, run: Callable[[], None]) -> None:
+    def _guarded(self, run: Callable[[], None], once: threading.Lock) -> None:
+        if not once.acquire(blocking=False):  # a start that was interrupted (Ctrl-C) was repeated
+            return
         try:
             run()
         except BaseException as error:
@@ -298,7 +315,7 @@ class Flow:
         try:
             for path, value, flat in batch.parts:
                 collection = self.collections[path]
-                if not collection.training:
+                if path in self.frozen:
                     continue
                 info = self._plan_part(batch, collection, flat)
                 if info is None:
@@ -336,8 +353,12 @@ class Flow:
         for batch in [*self.ready, *list(self.loaded)[:1]][::-1]:
             plans = [] if batch.started else batch.plans
             for path, _, info in plans[::-1]:
+                manager = self.collections[path].manager
                 try:
-                    self.collections[path].manager.abandon(info)
+                    try:
+                        manager.take_back(info)
+                    except PlanError:  # something has changed that it would undo: its batch counts as seen then
+                        manager.abandon(info)
                 except EmbCacheError as error:  # closed before its pipeline, or a disk that has failed
                     LOG.warning("a plan of collection %r was not undone: %s", path, error)
 

@@ -35,13 +35,14 @@ class SwapInfo:
     batch_size : int
     """
 
-    __slots__ = ("__weakref__", "_layout", "_lookups", "_owner", "_slots", "flat", "plan")
+    __slots__ = ("__weakref__", "_layout", "_lookups", "_owner", "_shifts", "_slots", "flat", "plan")
 
     def __init__(self, owner: EmbCacheManager, plan: Plan, flat: FlatBatch) -> None:
         self._owner = weakref.ref(owner)
         self._layout = owner.layout
         self._lookups: dict[bool, list[GroupLookup]] = {}
         self._slots: np.ndarray | None = None
+        self._shifts: np.ndarray | None = None  # of each table's base since the plan was made
         self.plan, self.flat = plan, flat
 
     @property
@@ -57,7 +58,12 @@ class SwapInfo:
             self.plan.admitted.astype(bool), self.slots + np.repeat(shifts, uniques), np.repeat(constants, uniques)
         )
         self._slots.flags.writeable = False
+        self._shifts = shifts if self._shifts is None else self._shifts + shifts
         self._lookups.clear()
+
+    def moved(self, slots: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """`slots` of the plan, cut into tables by `offsets`, where they are now."""
+        return slots if self._shifts is None else slots + np.repeat(self._shifts, np.diff(offsets))
 
     @property
     def tables(self) -> list[str]:

@@ -1,6 +1,6 @@
 """C contract of a plan: its journal (ec_plan.h), its state (ec_peek.h) and the arrays that it owns (ec_work.h)."""
 
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t
 
 cdef extern from "ec_vec.h":
     ctypedef struct ec_vec:
@@ -86,6 +86,7 @@ cdef class Plan:
     cdef ec_plan plan            # journal and state; belongs to `owner` until it is finished or cancelled
     cdef int64_t tables
     cdef int64_t owner           # number of the SwapManager that made it
+    cdef uint64_t hands          # that one's when it was made
     cdef readonly int64_t step
     cdef readonly int64_t num_keys
     cdef readonly int64_t num_uniques

@@ -91,7 +91,6 @@ cdef extern from "ec_plan.h":
     void ec_plan_undo(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_unsee(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_seen(ec_side *s, ec_part *p) noexcept nogil
-    void ec_plan_swapped_out(ec_side *s, ec_part *p) noexcept nogil
     void ec_plan_finish(ec_side *s, ec_part *p) noexcept nogil
     int ec_side_slot_dead(const ec_side *s, const ec_slot *slot) noexcept nogil
     void ec_side_count_dead(const ec_side *s, int64_t *rows, int64_t *waiting) noexcept nogil
@@ -260,6 +259,7 @@ cdef class SwapManager:
     cdef int64_t process
     cdef int64_t number          # of this manager in the process
     cdef uint64_t epoch          # changes with every change of state
+    cdef uint64_t hands          # changes with every change of a table from outside
     cdef int64_t last_step
     cdef int bases_given
     cdef readonly int num_threads

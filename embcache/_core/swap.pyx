@@ -385,6 +385,7 @@ cdef class SwapManager:
                 raise host_memory("planning a batch")
             plan.tables = self.work.tables
             plan.owner = self.number
+            plan.hands = self.hands
             plan.front = front = Block()
             plan.back = Block()
             front_bytes = ec_arrays_front_bytes(self.work.tables, n)
@@ -625,6 +626,29 @@ cdef class SwapManager:
         finally:
             self.leave()
 
+    def take_back(self, Plan plan not None):
+        """The rows of the newest plan, which has not trained, are about to go back: it counts as not moved, for `cancel`.
+
+        The caller copies the rows of ``swap_out_*`` from the host into their slots. What was swapped in needs no way back.
+
+        Raises
+        ------
+        PlanError
+            If a later plan was made that was not cancelled, its rows are not in, or rows were changed from outside since it was made, and what it
+            undoes might be one of them. Nothing changes.
+        """
+        self.enter()
+        try:
+            self.order_of(plan, EC_SWAPPED_IN, "take back")
+            if plan.step != self.last_step:  # later ones that have finished are built upon it as well
+                raise PlanError(f"take back: step {self.last_step} was planned after step {plan.step}; take back the newest plan first")
+            if plan.hands != self.hands:
+                raise PlanError(f"take back: rows were changed from outside since step {plan.step} was planned; finish it")
+            plan.plan.state = EC_PLANNED
+            self.epoch += 1
+        finally:
+            self.leave()
+
     def mark_swapped_out(self, Plan plan not None):
         """The rows of ``swap_out_*`` are in the host table now.
 
@@ -633,16 +657,10 @@ cdef class SwapManager:
         PlanError
             If an earlier plan has not been swapped in, or this one was swapped out before.
         """
-        cdef int64_t t
         self.enter()
         try:
             at = self.order_of(plan, EC_PLANNED, "swap-out")
             self.check_turn(at, "swapped out")
-            self.lock_all()
-            with nogil:
-                for t in range(plan.tables):
-                    ec_plan_swapped_out(&self.work.sides[t], &plan.plan.parts[t])
-                self.unlock_tables(self.work.tables)
             plan.plan.state = EC_SWAPPED_OUT
             self.epoch += 1
         finally:
@@ -1062,6 +1080,7 @@ cdef class SwapManager:
             if first < n:
                 raise PinnedKeyError(f"table {self.tables[t].name!r}: key {view[first]} is in use by an unfinished batch; finish or cancel it first")
             self.epoch += 1
+            self.hands += 1
             return dropped
         finally:
             self.leave()

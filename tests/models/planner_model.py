@@ -277,17 +277,13 @@ class TableModel:
 
     # ------------------------------------------------------------------------------------------------------------ settling
 
-    def swapped_out(self, step: int) -> None:
-        for gone in self.gone:
-            if gone.writer == step:
-                gone.writer = None
-        self._release()
-
     def finish(self, step: int) -> None:
         for pins in self.pins.values():
             pins.discard(step)
         for gone in self.gone:
             gone.pins.discard(step)
+            if gone.writer == step:
+                gone.writer = None
             gone.killer_finished |= gone.killer == step
         self._release()
 
@@ -390,13 +386,12 @@ class PlannerModel:
         self.unfinished, self.state = before.unfinished, before.state
         del self._log[since:]
         for name, arguments in log:
-            getattr(self, name)(*arguments)
+            if arguments != (step,):  # its own movements are undone with it
+                getattr(self, name)(*arguments)
 
     def swapped_out(self, step: int) -> None:
         self._log.append(("swapped_out", (step,)))
         self.state[step] = "swapped_out"
-        for table in self.tables:
-            table.swapped_out(step)
 
     def swapped_in(self, step: int) -> None:
         self._log.append(("swapped_in", (step,)))

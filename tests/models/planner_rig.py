@@ -16,7 +16,7 @@ from embcache._core.plan import Plan
 from embcache._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapManager, _fail_allocation
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig
-from embcache.errors import HbmCapacityError, HostMemoryError, PinnedKeyError
+from embcache.errors import HbmCapacityError, HostMemoryError, PinnedKeyError, PlanError
 from models.planner_model import ModelCapacityError, PlannerModel
 
 History = tuple
@@ -61,6 +61,8 @@ class Rig:
         self.truth: dict[tuple[int, int], History] = {}  # (table, row) -> history as trained
         self.serial = 0
         self.last_finished = 0
+        self.hands = 0  # changes from outside
+        self.hands_at: dict[int, int] = {}  # step -> how many there were before it
         # step -> table -> admitted key -> row of the life that it trains
         self.rows_used: dict[int, list[dict[int, int]]] = {}
         self.seen: Counter[str] = Counter()  # what has happened, so that a test can tell that it has tested something
@@ -134,6 +136,7 @@ class Rig:
             gone = self.model.tables[t].gone
             self.seen["zombies"] += sum(bool(one.pins) and one.killer == plan.step for one in gone)
             self.seen["dying slots taken"] += sum(one.writer == plan.step for one in gone)
+        self.hands_at[plan.step] = self.hands
         self.plans.append(plan)
         return plan
 
@@ -192,6 +195,27 @@ class Rig:
             self.notices[notice] = keys
             assert notice.state == "given"
         assert plan.state == "cancelled"
+
+    def take_back(self) -> None:
+        """Undo the newest plan though its rows have moved: victims come back from where they were written to."""
+        plan = self.plans[-1]
+        if self.hands > self.hands_at[plan.step] or plan.step != self.model.step:
+            try:
+                self.manager.take_back(plan)
+            except PlanError as error:
+                assert "since" in str(error) or "after" in str(error)
+                assert plan.state == "swapped_in"
+                self.seen["not taken back"] += 1
+                return
+            raise AssertionError(f"step {plan.step} was taken back over later changes")
+        self.manager.take_back(plan)
+        assert plan.state == "planned"
+        parts = (cut(getattr(plan, f"swap_out_{what}"), plan.swap_out_offsets) for what in ("slots", "rows"))
+        for t, (slots, rows) in enumerate(zip(*parts, strict=True)):
+            for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+                self.hbm[slot] = self.host[t, row]
+        self.seen["taken back"] += 1
+        self.cancel()
 
     def move(self) -> None:
         """The next movement that is due: swap-out or swap-in of the oldest plan that is not swapped in."""
@@ -291,6 +315,7 @@ class Rig:
             self.seen["refused for being taken away"] += 1
             return False
         assert self.lazy or dropped == (int(keys[0]) in self.model.tables[t].resident)
+        self.hands += 1
         return True
 
     def grow(self, t: int, more: int) -> None:

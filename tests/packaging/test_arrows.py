@@ -26,7 +26,7 @@ LAYERS = [
     ["cli"],
     ["features", "hostmemory", "lookup", "pace", "replay", "timeline"],
     ["batches", "devices", "layout"],
-    ["buffer", "door", "optim", "swapinfo", "values"],
+    ["buffer", "optim", "swapinfo", "values"],
     ["feed", "savejob", "view"],
     ["saving"],
     ["restoring"],

@@ -111,6 +111,11 @@ class PlannerMachine(RuleBasedStateMachine):
     def cancel(self):
         self.rig.cancel()
 
+    @precondition(lambda self: self.rig.plans and self.rig.plans[-1].state == "swapped_in")
+    @rule()
+    def take_back(self):
+        self.rig.take_back()
+
     @precondition(lambda self: any(plan.state != "swapped_in" for plan in self.rig.plans))
     @rule()
     def move(self):
@@ -155,6 +160,8 @@ class PlannerMachine(RuleBasedStateMachine):
             wrong.append(self.rig.manager.mark_swapped_in)
         if plan.state != "swapped_in":
             wrong.append(self.rig.manager.finish)
+        if plan.state != "swapped_in" or plan.step != self.rig.model.step:
+            wrong.append(self.rig.manager.take_back)
         for call in wrong:
             with pytest.raises(PlanError, match=str(plan.step)):
                 call(plan)
@@ -242,11 +249,15 @@ def random_run(seed: int, steps: int, policy: str, sweep_rows: int | None = None
             rig.move()
         elif draw < 0.80 and ready:
             rig.train_and_finish(rng.randrange(ready))
-        elif draw < 0.90 and rig.plans and rig.plans[-1].state == "planned":
+        elif draw < 0.88 and rig.plans and rig.plans[-1].state == "planned":
             rig.cancel()
-        elif draw < 0.93 and rig.notices:
+        elif draw < 0.91 and rig.plans:
+            while rig.plans[-1].state != "swapped_in":
+                rig.move()
+            rig.take_back()
+        elif draw < 0.94 and rig.notices:
             rig.withdraw(rng.choice(sorted(rig.notices, key=lambda notice: notice.number)))
-        elif draw < 0.95:
+        elif draw < 0.97:
             rng.choice([rig.put, rig.erase])(rng.randrange(len(configs)), rng.choice(pool))
         elif not rig.plans:
             rig.grow(rng.randrange(len(configs)), rng.randint(0, 1))
@@ -263,6 +274,7 @@ def test_long_runs_agree_with_the_model(policy):
         total.update(random_run(seed, 120, policy))
     assert all(total[name] > 20 for name in ("hits", "swap_out_rows", "evicted", "forgotten", "rejected")), total
     assert all(total[name] > 20 for name in ("zombies", "dying slots taken", "cancelled", "refused")), total
+    assert total["taken back"] > 20 and total["not taken back"] > 0, total
     if policy == "lookahead":
         assert all(total[name] > 20 for name in ("notices", "withdrawn", "notices refused")), total
 

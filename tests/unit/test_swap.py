@@ -652,7 +652,6 @@ def test_a_closed_table_is_named():
     for call in (
         lambda: plan(manager, [1], [1]),
         lambda: manager.cancel(two),
-        lambda: manager.mark_swapped_out(two),
         lambda: manager.peek(ints(1), 1),
         lambda: manager.drop(1, ints(77)),
         manager.check,

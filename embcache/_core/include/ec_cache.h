@@ -5,8 +5,8 @@
  * or by evaluation). A limbo slot without pins is in `dying` and may be taken: then its row is written back first.
  *
  * An evicted key's row in the host table stays allocated, unmapped, as long as its ec_limbo has holds: one for the
- * evicting plan until it finishes, one while its slot is pinned, one while a plan that took its slot has yet to write
- * the row back. With the last hold go the row and, where it is still there, the slot.
+ * evicting plan until it finishes, one while its slot is pinned, one until a plan that took its slot has
+ * finished. With the last hold go the row and, where it is still there, the slot.
  *
  * Invariants: LIVE = in index = with a standing in the policy, which knows the slot as its key's; FREE = in `free`; pins > 0 only where LIVE or LIMBO.
  * Every change has an exact inverse, to be called in reverse order; none of the inverses can fail.

@@ -198,18 +198,15 @@ static void ec_plan_undo(ec_side *s, ec_part *p) {
         ec_index_erase(&s->filter->late, EC_AT(p->late, int64_t, i), ec_hash(EC_AT(p->late, int64_t, i)));
 }
 
-/* The rows of the plan's swap-out are in the host table now: rows of evicted keys that only waited for that may go. */
-static void ec_plan_swapped_out(ec_side *s, ec_part *p) {
-    for (int64_t i = 0; i < p->takes.size; i++)
-        if (EC_TAKE(p, i).from == EC_FROM_DYING) ec_limbo_release(&s->cache, EC_TAKE(p, i).limbo);
-}
-
-/* The batch has trained: its pins end, and what it evicted is gone for good. */
+/* The batch has trained: its pins end, and what it evicted is gone for good. So are the rows of evicted keys whose slots it took:
+ * until now it might have been undone, though the rows were written back long before. */
 static void ec_plan_finish(ec_side *s, ec_part *p) {
     for (int64_t i = 0; i < p->touches.size; i++) {
         for (int64_t j = i; i % 32 == 0 && j < i + 32 && j < p->touches.size; j++) EC_PREFETCH_WRITE(&s->cache.seats[EC_TOUCH(p, j).slot]);
         ec_cache_unpin(&s->cache, EC_TOUCH(p, i).slot);
     }
+    for (int64_t i = 0; i < p->takes.size; i++)
+        if (EC_TAKE(p, i).from == EC_FROM_DYING) ec_limbo_release(&s->cache, EC_TAKE(p, i).limbo);
     for (int64_t i = 0; i < p->deaths.size; i++) {
         if (i + 16 < p->deaths.size) {
             const int64_t row = EC_GONE(&s->cache, EC_DEATH(p, i + 16).kill.limbo).row;

@@ -1,0 +1,26 @@
+"""C contract of the door."""
+
+from libc.stdint cimport int64_t
+
+
+cdef class Door:
+    cdef int64_t process          # mark of the process that made it
+    cdef readonly object lock     # threading.RLock: planner, host tables, moving rows
+    cdef readonly object rows     # threading.RLock: rows of unfinished batches, the buffer's memory; taken after `lock`
+    cdef readonly object late     # deque of plans that end at the next entry
+    cdef public object planner    # SwapManager
+    cdef public object closed     # bool
+    cdef public object changes    # int
+    cdef readonly object planning, training
+    cdef int check_open(self) except -1
+    cdef int end_late(self) except -1
+    cdef int enter_planning(self) except -1
+    cdef int enter_training(self) except -1
+
+
+cdef class PlanningDoor:
+    cdef Door door
+
+
+cdef class TrainingDoor:
+    cdef Door door

@@ -1,0 +1,25 @@
+from collections import deque
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, final
+
+from embcache._core.plan import Plan
+from embcache._core.swap import SwapManager
+
+@final
+class Door:
+    lock: Any
+    rows: Any
+    late: deque[Plan]
+    planner: SwapManager
+    closed: bool
+    changes: int
+    planning: AbstractContextManager[None]
+    training: AbstractContextManager[None]
+    def __init__(self, planner: SwapManager) -> None: ...
+    def check_process(self) -> None: ...
+    def settle(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -154,6 +154,11 @@ class EmbCacheManager(Savable):
         # Path, generation, when it was made, module path: what a delta would change.
         self.saved: tuple[str, int, float | None, str] | None = None
 
+    @property
+    def policy(self) -> str:
+        """Whose slot is taken where room is needed."""
+        return self._policy
+
     def initial_state(self, dim: int) -> np.ndarray:
         """State of a new row of `dim` weights, float32 (state_dim,)."""
         return np.repeat(np.array(self.spec.initial_state(), dtype=np.float32), self.spec.state_widths(dim))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ._core.notice import Notice
 from ._core.threads import this_process
 from .batches import Chooser, features_of, to_device, wanted
 from .errors import ConfigError, EmbCacheError, HbmCapacityError, PlanError
@@ -81,6 +82,8 @@ class Batch:
         What the caller's model gets.
     parts : list of (path, features object, FlatBatch)
         What is to be planned, in order.
+    notices : list of (path, Notice or None)
+        What the planners were told of these parts, where their policies look ahead.
     plans : list of (path, features object, SwapInfo)
         What has been planned, its rows moved.
     error : BaseException, optional
@@ -89,13 +92,14 @@ class Batch:
         Set by the caller, who has taken it.
     """
 
-    __slots__ = ("data", "error", "last", "number", "parts", "plans", "source", "started")
+    __slots__ = ("data", "error", "last", "notices", "number", "parts", "plans", "source", "started")
 
     def __init__(self, number: int, source: Source) -> None:
         self.number, self.source = number, source
         self.last = self.started = False
         self.data: Any = None
         self.parts: list[tuple[str, Any, FlatBatch]] = []
+        self.notices: list[tuple[str, Notice | None]] = []
         self.plans: list[tuple[str, Any, SwapInfo]] = []
         self.error: BaseException | None = None
 
@@ -238,6 +242,15 @@ class Flow:
                 continue
             self._hand_over(self._pull(source))
             source = None
+        for batch in list(self.loaded):
+            self._withdraw(batch)
+
+    def _withdraw(self, batch: Batch) -> None:
+        """What of a batch is not planned, or was undone, will not be: nobody shall expect its keys. Again is no harm."""
+        for path, notice in batch.notices:
+            if notice is not None:
+                with contextlib.suppress(EmbCacheError):  # planned and not undone; or the manager was closed
+                    self.collections[path].manager.withdraw(notice)
 
     def _hand_over(self, batch: Batch) -> None:
         if batch.last:
@@ -263,6 +276,7 @@ class Flow:
             self._prepare(batch)
         except BaseException as error:
             batch.error, batch.parts = error, []
+            self._withdraw(batch)
         self.timeline.stop("prepare", batch.number, start)
         return batch
 
@@ -284,40 +298,50 @@ class Flow:
                     f"the batch has {len(before)} features objects, on the device {len(after)}; its to() must keep them all"
                 )
             seen.update((id(old), new) for old, new in zip(before, after, strict=True))
-        batch.parts = [(path, seen[id(value)], flats[path, id(value)]) for path, value in pairs]
+        for path, value in pairs:
+            flat, manager = flats[path, id(value)], self.collections[path].manager
+            ahead = self.lookahead > 0 and manager.policy == "lookahead"
+            batch.notices.append((path, manager.look_ahead(flat) if ahead else None))
+            batch.parts.append((path, seen[id(value)], flat))
 
     # -------------------------------------------------------------------------------------------------------- planning
 
     def _coordinate(self) -> None:
         """The coordinator: plan in order, move rows, hand over; in the end give up what nobody has started."""
-        while not self.closing:
-            if not self.loaded:
-                start = self.timeline.start("wait_loaded", self.pulled)
-                self.plan_bell.wait()
-                self.timeline.stop("wait_loaded", self.pulled, start)
-                continue
-            batch = self.loaded[0]
-            if batch.parts and batch.number - self.done > self.depth:
-                start = self.timeline.start("wait_window", batch.number)
-                self.plan_bell.wait()
-                self.timeline.stop("wait_window", batch.number, start)
-                continue
-            if batch.parts and not self._plan(batch):
-                break
-            self.ready.append(batch)
-            self.loaded.popleft()
-            self.ready_bell.ring()
-            del batch
-        self._give_up()
+        try:
+            while not self.closing:
+                self._coordinate_next()
+        finally:
+            self._give_up()
+
+    def _coordinate_next(self) -> None:
+        """Plan the next batch, or wait for it, or for its turn."""
+        if not self.loaded:
+            start = self.timeline.start("wait_loaded", self.pulled)
+            self.plan_bell.wait()
+            self.timeline.stop("wait_loaded", self.pulled, start)
+            return
+        batch = self.loaded[0]
+        if batch.parts and batch.number - self.done > self.depth:
+            start = self.timeline.start("wait_window", batch.number)
+            self.plan_bell.wait()
+            self.timeline.stop("wait_window", batch.number, start)
+            return
+        if batch.parts and not self._plan(batch):
+            return
+        self.ready.append(batch)
+        self.loaded.popleft()
+        self.ready_bell.ring()
 
     def _plan(self, batch: Batch) -> bool:
         """Plan a batch and move its rows; False where the pipeline is closing."""
         try:
-            for path, value, flat in batch.parts:
-                collection = self.collections[path]
+            for (path, value, flat), (_, notice) in zip(batch.parts, batch.notices, strict=True):
                 if path in self.frozen:
+                    if notice is not None:
+                        self.collections[path].manager.withdraw(notice)
                     continue
-                info = self._plan_part(batch, collection, flat)
+                info = self._plan_part(batch, self.collections[path], flat, notice)
                 if info is None:
                     return False
                 batch.plans.append((path, value, info))
@@ -327,16 +351,19 @@ class Flow:
             for path, _, info in batch.plans:
                 self.collections[path].manager.abandon(info)
             batch.plans = []
+            self._withdraw(batch)
         batch.parts = []
         return True
 
-    def _plan_part(self, batch: Batch, collection: CachedCollection, flat: FlatBatch) -> SwapInfo | None:
+    def _plan_part(
+        self, batch: Batch, collection: CachedCollection, flat: FlatBatch, notice: Notice | None
+    ) -> SwapInfo | None:
         """Plan for one collection. While earlier batches are under way, a full buffer only means to wait for one of them."""
         waited = False
         while not self.closing:
             seen = self.done
             try:
-                return collection.manager.plan_ahead(flat, self.timeline, batch.number)
+                return collection.manager.plan_ahead(flat, self.timeline, batch.number, notice)
             except HbmCapacityError as error:
                 if error.never_fits or seen >= batch.number - 1:
                     raise
@@ -349,7 +376,7 @@ class Flow:
         return None
 
     def _give_up(self) -> None:
-        """Undo the plans that nobody has started, the newest first."""
+        """Undo the plans that nobody has started, the newest first, and withdraw what was expected."""
         for batch in [*self.ready, *list(self.loaded)[:1]][::-1]:
             plans = [] if batch.started else batch.plans
             for path, _, info in plans[::-1]:
@@ -361,6 +388,8 @@ class Flow:
                         manager.abandon(info)
                 except EmbCacheError as error:  # closed before its pipeline, or a disk that has failed
                     LOG.warning("a plan of collection %r was not undone: %s", path, error)
+        for batch in [*self.ready, *self.loaded]:
+            self._withdraw(batch)
 
 
 def _needs_of(collection: CachedCollection) -> list[str]:

@@ -36,20 +36,24 @@ def compare(world: World, data: st.DataObject, seen: Counter[str]) -> None:
     resident.close()
     rows = data.draw(slots(world))
     depth = data.draw(st.integers(1, 16))
-    policy = data.draw(st.sampled_from(["lru", "lfu", "s3fifo"]))
+    policy = data.draw(st.sampled_from(["lru", "lfu", "s3fifo", "lookahead"]))
+    lookahead = data.draw(st.sampled_from([0, 1, 7]))
     collection = make_collection(world, rows, num_threads=data.draw(st.sampled_from([1, 2, 5])), policy=policy)
-    found, stats = train_piped(collection, world, depth, data.draw(st.none() | st.integers(0, 2**32)))
+    found, stats = train_piped(
+        collection, world, depth, data.draw(st.none() | st.integers(0, 2**32)), lookahead=lookahead
+    )
     assert found == outputs, f"depth {depth}, {rows} slots, {policy}"
     assert model_state(collection.manager) == state, f"depth {depth}, {rows} slots, {policy}"
     after = collection.manager.stats()
     for name in ("admitted", "rejected", "evicted", "forgotten", "born", "rows", "step"):
         assert after[name] == count[name], name
-    assert (after["pinned"], collection.manager.outstanding) == (0, 0)
+    assert (after["pinned"], after["coming_keys"], collection.manager.outstanding) == (0, 0, 0)
     check(collection.manager)
     collection.close()
     seen.update({name: after[name] for name in COUNTED})
     seen.update({"shortened": stats["shortened"], "deep": depth > 1, "joint": world.joint > 1})
     seen.update({"window": world.accumulate > 1, "grown": rows is None})
+    seen.update({"ahead": policy == "lookahead" and lookahead > 0})
 
 
 def test_i9_a_pipeline_gives_the_bits_of_the_serial_run() -> None:
@@ -61,7 +65,7 @@ def test_i9_a_pipeline_gives_the_bits_of_the_serial_run() -> None:
         compare(world, data, seen)
 
     run()
-    needed = (*COUNTED, "shortened", "deep", "joint", "window", "grown")
+    needed = (*COUNTED, "shortened", "deep", "joint", "window", "grown", "ahead")
     assert all(seen[name] > 0 for name in needed), seen
 
 

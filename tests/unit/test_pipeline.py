@@ -721,6 +721,21 @@ def test_close_undoes_what_has_not_trained() -> None:
         assert same(one, other)
 
 
+def test_look_ahead_is_fed_and_withdrawn() -> None:
+    """Keys of batches to come save swaps; what was expected and never comes is expected by nobody (CASES.md 41)."""
+    swapped = {}
+    for lookahead in (0, 20):
+        model = Model(rows=24, policy="lookahead")
+        with ec.TrainPipeline(model, sgd(model), depth=2, lookahead=lookahead) as pipe:
+            source = batches(200)
+            train(pipe, source, 150)
+            expected = model.rows.manager.stats()["coming_keys"]
+            assert (expected > 0) == (lookahead > 0)
+            swapped[lookahead] = model.rows.manager.stats()["swap_in_rows"]
+        assert model.rows.manager.stats()["coming_keys"] == 0
+    assert swapped[20] < swapped[0]
+
+
 def test_close_is_idempotent_and_final() -> None:
     model = Model()
     pipe = ec.TrainPipeline(model, sgd(model))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from .._core.table import INIT_KINDS, Table
@@ -16,7 +17,7 @@ from ..rowtypes import ROW_TYPES
 from .directories import OPTIMIZERS, started_state
 from .gathering import ChunkFiller
 from .incoming import Arrays, Incoming, StreamArrays, described, natural_dtype
-from .ordering import DUPLICATES, Ordering
+from .ordering import DUPLICATES, Ordering, WindowFiller, check_unique
 from .output import FINE, Output, Progress, bytes_text
 from .parquet import ParquetArrays
 from .paths import CHECKPOINT, TABLE
@@ -27,6 +28,7 @@ from .targets import check_apart, replacing
 
 __all__ = ["FORMATS", "add", "format_of"]
 
+_KEYS = 1 << 16  # that are looked at together
 FORMATS = {".npz": "npz", ".safetensors": "safetensors", ".parquet": "parquet", ".pq": "parquet", ".npy": "npy"}
 
 _ABOUT = """\
@@ -39,8 +41,8 @@ Make a checkpoint, or with --to directory a table directory, of foreign files:
 
 --dense takes the weights of an .npz or .safetensors file as such a tensor. Other names are said by --keys, --weights and
 --state; several arrays of state, one after the other in a row, as A+B. What `embcache export` wrote describes its table; of
-other files --name, --dtype, --seed, --initializer and --optimizer say what they cannot. Keys come in any order. The folder
-around the target has room for the rows twice."""
+other files --name, --dtype, --seed, --initializer and --optimizer say what they cannot. Keys come in any order. With --to
+directory, or where keys may come twice, the folder around the target has room for the rows twice."""
 
 
 def add(commands: Any) -> None:
@@ -198,18 +200,44 @@ def _incoming(given: argparse.Namespace, arrays: Arrays, stored: TableDescriptio
 def _to_checkpoint(given: argparse.Namespace, tables: list[list[Incoming]], output: Output) -> dict[str, Any]:
     done: dict[str, Any] = {}
     total = sum(one.arrays.count * one.description.row_bytes for parts in tables for one in parts)
+    alone = given.duplicates == DUPLICATES[0]  # each key has to be, so rows need not meet in a temporary file
     with replacing(given.target, CHECKPOINT, given.force) as content:
         with Writer(content) as writer, _both(total, output) as progress:
-            writer.begin(expected_bytes=2 * total)
+            writer.begin(expected_bytes=total if alone else 2 * total)
             for parts in tables:
                 description = parts[0].description
                 writer.table(description, metadata={"table": description.name, "module": ""})
-                filler = ChunkFiller(writer, description)
-                done |= _move(given, parts, os.path.dirname(content), filler.add, progress)
-                filler.end()
+                move = _move_by_windows if alone else _move_in_order
+                done |= move(given, parts, os.path.dirname(content), writer, progress)
             writer.commit()
             writer.publish()
     return done
+
+
+def _move_in_order(
+    given: argparse.Namespace, parts: list[Incoming], folder: str, writer: Writer, progress: Progress
+) -> dict[str, Any]:
+    """All rows of a table's parts, in order and each key once, to a checkpoint."""
+    filler = ChunkFiller(writer, parts[0].description)
+    done = _move(given, parts, folder, filler.add, progress)
+    filler.end()
+    return done
+
+
+def _move_by_windows(
+    given: argparse.Namespace, parts: list[Incoming], folder: str, writer: Writer, progress: Progress
+) -> dict[str, Any]:
+    """All rows of a table's parts to a checkpoint, if each key comes once."""
+    description, count = _description_of(parts), sum(one.arrays.count for one in parts)
+    check_unique(
+        description, parts[0].arrays.where, chain.from_iterable(one.keys(_KEYS) for one in parts), folder, count
+    )
+    filler = WindowFiller(writer, description, count)
+    for piece in chain.from_iterable(one.rows(batch_rows(description)) for one in parts):
+        filler.add(piece)
+        progress.add(2 * description.row_bytes * len(piece.keys))  # it is as good as written
+    filler.end()
+    return _about(description, count, 0)
 
 
 def _to_directory(given: argparse.Namespace, tables: list[list[Incoming]], output: Output) -> dict[str, Any]:
@@ -256,12 +284,10 @@ def _move(
     progress: Progress,
 ) -> dict[str, Any]:
     """All rows of a table's parts, in order and each key once, to `put`."""
-    description = parts[0].description
-    for one in parts:
-        if one.description != description:
-            raise ConfigError(f"{one.arrays.where}: its rows are not like those of {parts[0].arrays.where}")
+    description = _description_of(parts)
     size, rows = description.row_bytes, 0
-    ordering = Ordering(description, folder, sum(one.arrays.count for one in parts), given.duplicates)
+    count = sum(one.arrays.count for one in parts)
+    ordering = Ordering(description, parts[0].arrays.where, folder, count, given.duplicates)
     for one in parts:
         for piece in one.rows(batch_rows(description)):
             ordering.add(piece)
@@ -270,5 +296,19 @@ def _move(
         put(piece)
         rows += len(piece.keys)
         progress.add(size * len(piece.keys))
+    return _about(description, rows, ordering.dropped)
+
+
+def _description_of(parts: list[Incoming]) -> TableDescription:
+    """Of all parts of a table; `ConfigError` where they are of different ones."""
+    description = parts[0].description
+    for one in parts:
+        if one.description != description:
+            raise ConfigError(f"{one.arrays.where}: its rows are not like those of {parts[0].arrays.where}")
+    return description
+
+
+def _about(description: TableDescription, rows: int, dropped: int) -> dict[str, Any]:
     about = {"dim": description.dim, "dtype": description.dtype, "state_dim": description.state_dim}
-    return {description.name: about | {"rows": rows, "dropped": ordering.dropped, "bytes": bytes_text(rows * size)}}
+    size = bytes_text(rows * description.row_bytes)
+    return {description.name: about | {"rows": rows, "dropped": dropped, "bytes": size}}

@@ -62,6 +62,9 @@ class Arrays(Protocol):
     def pieces(self, rows: int) -> Iterator[Pieces]:
         """All rows, at most so many at a time."""
 
+    def keys(self, rows: int) -> Iterator[npt.NDArray[Any]]:
+        """All keys, at most so many at a time, before the first piece is asked for; none where they are counted up."""
+
 
 class StreamArrays:
     """Pieces from streams: each array's rows in the same order."""
@@ -97,6 +100,12 @@ class StreamArrays:
                 f"{self.where}: no array {name!r}; there is {found}: say which with --keys, --weights, --state"
             )
         return streams[name]
+
+    def keys(self, rows: int) -> Iterator[npt.NDArray[Any]]:
+        if self._keys is not None:
+            for at in range(0, self.count, rows):
+                yield self._keys.take(min(rows, self.count - at))
+            self._keys.rewind()
 
     def pieces(self, rows: int) -> Iterator[Pieces]:
         for at in range(0, self.count, rows):
@@ -146,6 +155,13 @@ class Incoming:
         ):
             if found != wanted:
                 raise ConfigError(f"{arrays.where}: has {what} {found}, its description says {wanted}")
+
+    def keys(self, most: int) -> Iterator[npt.NDArray[np.int64]]:
+        """All keys in the file's order, at most so many at a time, before `rows`; none where they are counted up."""
+        at = 0
+        for keys in self.arrays.keys(most):
+            yield self._integers("key", keys, at)
+            at += len(keys)
 
     def rows(self, most: int) -> Iterator[Rows]:
         """All rows in the file's order, at most so many at a time.

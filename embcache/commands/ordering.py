@@ -1,8 +1,12 @@
 """Rows of any number and order, put into the order of their keys' hashes, in bounded memory.
 
-They are dealt out by the top bits of the hash into buckets of a temporary file; a bucket that fits into memory is sorted
+`Ordering` does it exactly. Rows are dealt out by the top bits of the hash into buckets of a temporary file; a bucket that fits into memory is sorted
 there, one that does not is dealt out again by the next bits. In this order chunks hold neighbouring vshards, a table's pages
 are touched one after the other, and equal keys meet. (The partitioning pass of an external radix sort.)
+
+`WindowFiller` does it for as many rows as fit into memory at a time, without a temporary file: all that is written once is
+the checkpoint. Of a table that is larger than a window each chunk holds a few dozenths of the vshards, which is what readers
+of some vshards, and `windows_of`, can do with. Equal keys do not meet; `check_unique` looks for them before.
 """
 
 from __future__ import annotations
@@ -15,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._core.digest import hash_keys
-from ..checkpoint import Rows, TableDescription
+from ..checkpoint import Rows, TableDescription, Writer
 from ..checkpoint.files import refusals
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["DUPLICATES", "Ordering", "row_dtype"]
+__all__ = ["DUPLICATES", "Ordering", "WindowFiller", "check_unique", "row_dtype"]
 
 DUPLICATES = ("refuse", "first", "last")
 _BUCKET_BYTES = 64 << 20  # what is sorted in memory, with what sorting takes for each row
@@ -30,6 +34,8 @@ _SORTING_BYTES = 48
 _HELD_BYTES = 32 << 20  # of all buckets together, before they are written
 _MOST_BITS = 8  # of the hash that are dealt out by at a time
 _READ_BYTES = 4 << 20
+_WINDOW_BYTES = 192 << 20  # of rows that are put into order together where there is no temporary file
+_KEYS_ONLY = np.dtype([("keys", np.int64)])
 
 
 def row_dtype(description: TableDescription) -> np.dtype[Any]:
@@ -48,22 +54,34 @@ class Ordering:
     Parameters
     ----------
     description : TableDescription
+    where : str
+        Where the rows come from, for messages.
     folder : path
         Where the temporary file may lie: it takes as much as the rows.
     expected_rows : int
         About how many come; more are no harm.
     duplicates : {"refuse", "first", "last"}
         What becomes of a key that comes several times.
+    dtype : dtype, optional
+        What is kept of a row, ``keys`` among it; default: all.
     """
 
     def __init__(
-        self, description: TableDescription, folder: str, expected_rows: int, duplicates: str, used_bits: int = 0
+        self,
+        description: TableDescription,
+        where: str,
+        folder: str,
+        expected_rows: int,
+        duplicates: str,
+        dtype: np.dtype[Any] | None = None,
+        used_bits: int = 0,
     ) -> None:
         self.description = description
         self.dropped = 0
+        self._where = where
         self._folder = folder
         self._duplicates = duplicates
-        self._dtype = row_dtype(description)
+        self._dtype = row_dtype(description) if dtype is None else dtype
         self._cost = self._dtype.itemsize + _SORTING_BYTES
         wanted = max(0, (expected_rows * self._cost // _BUCKET_BYTES).bit_length())
         self._bits = min(_MOST_BITS, wanted, 64 - used_bits)
@@ -112,6 +130,10 @@ class Ordering:
         self._at += self._held_bytes[bucket]
         self._held[bucket], self._held_bytes[bucket] = [], 0
 
+    def add_keys(self, keys: npt.NDArray[np.int64]) -> None:
+        """Take rows of which nothing but the keys is kept; the array is copied."""
+        self._deal(keys.view(_KEYS_ONLY))
+
     def drain(self) -> Iterator[Rows]:
         """All rows in order; afterwards there are none.
 
@@ -120,6 +142,10 @@ class Ordering:
         ConfigError
             A key came twice, and `duplicates` is ``"refuse"``.
         """
+        return map(_rows, self.records())
+
+    def records(self) -> Iterator[npt.NDArray[Any]]:
+        """The same as records."""
         for bucket in range(1 << self._bits):
             held = self._held_bytes[bucket] + sum(length for _, length in self._spilled[bucket])
             count = held // self._dtype.itemsize
@@ -134,12 +160,13 @@ class Ordering:
             elif self._used_bits + self._bits >= 64:
                 yield from self._one_key(bucket)
             else:
+                used = self._used_bits + self._bits
                 finer = Ordering(
-                    self.description, self._folder, count, self._duplicates, used_bits=self._used_bits + self._bits
+                    self.description, self._where, self._folder, count, self._duplicates, self._dtype, used
                 )
                 for piece in self._pieces(bucket):
                     finer._deal(piece)
-                yield from finer.drain()
+                yield from finer.records()
                 self.dropped += finer.dropped
         if self._file is not None:
             self._file.close()
@@ -155,8 +182,17 @@ class Ordering:
         yield from self._held[bucket]
         self._held[bucket], self._spilled[bucket] = [], []
 
-    def _sorted(self, records: npt.NDArray[Any]) -> Iterator[Rows]:
-        order = np.argsort(hash_keys(np.ascontiguousarray(records["keys"])), kind="stable")
+    def _sorted(self, records: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+        hashes = hash_keys(np.ascontiguousarray(records["keys"]))
+        if (
+            self._dtype is _KEYS_ONLY
+        ):  # nobody wants them in order, and sorting numbers is faster than finding their order
+            ordered = np.sort(hashes)
+            again = ordered[1:] == ordered[:-1]
+            if again.any():
+                self._refuse(int(records["keys"][hashes == ordered[1:][again][0]][0]))
+            return
+        order = np.argsort(hashes, kind="stable")
         keys = records["keys"][order]
         again = keys[1:] == keys[:-1]
         if again.any():
@@ -167,9 +203,9 @@ class Ordering:
             self.dropped += len(keys) - len(order)
         most = max(1, _READ_BYTES // self._dtype.itemsize)
         for at in range(0, len(order), most):
-            yield _rows(records[order[at : at + most]])
+            yield records[order[at : at + most]]
 
-    def _one_key(self, bucket: int) -> Iterator[Rows]:
+    def _one_key(self, bucket: int) -> Iterator[npt.NDArray[Any]]:
         """A bucket of one hash, and so of one key: the hash of 8 bytes is one to one."""
         kept, count = None, 0
         for piece in self._pieces(bucket):
@@ -180,12 +216,12 @@ class Ordering:
                 self._refuse(int(piece["keys"][0]))
         assert kept is not None
         self.dropped += count - 1
-        yield _rows(kept)
+        yield kept
 
     def _refuse(self, key: int) -> None:
         raise ConfigError(
-            f"table {self.description.name!r}: key {key} comes more than once; repair the file, or say which of its rows counts with "
-            "--duplicates first or last"
+            f"{self._where}: table {self.description.name!r}: key {key} comes more than once; repair the file, or say which of its rows "
+            "counts with --duplicates first or last"
         )
 
 
@@ -195,3 +231,63 @@ def _rows(records: npt.NDArray[Any]) -> Rows:
     return Rows(
         columns["keys"], columns["weights"], columns["state"], columns.get("frequencies"), columns.get("timestamps")
     )
+
+
+def check_unique(
+    description: TableDescription, where: str, pieces: Iterator[npt.NDArray[np.int64]], folder: str, count: int
+) -> None:
+    """Raise `ConfigError` where one of about `count` keys comes more than once; the temporary file takes 8 bytes a key."""
+    ordering = Ordering(description, where, folder, count, "refuse", _KEYS_ONLY)
+    for keys in pieces:
+        ordering.add_keys(keys)
+    for _ in ordering.records():
+        pass
+
+
+class WindowFiller:
+    """Takes rows of one table, each key once, and writes a window of them at a time, in the order of their hashes.
+
+    Parameters
+    ----------
+    writer : Writer
+        Nobody else writes meanwhile.
+    description : TableDescription
+    expected_rows : int
+        How many come, so that windows are of one size; more are no harm.
+    """
+
+    def __init__(self, writer: Writer, description: TableDescription, expected_rows: int) -> None:
+        self._writer = writer
+        self._description = description
+        windows = -(-expected_rows * description.row_bytes // _WINDOW_BYTES) or 1
+        self._most = max(-(-expected_rows // windows), 1)
+        self._held = 0
+        dtype = row_dtype(description)
+        self._columns = {
+            what: np.empty((self._most, *dtype[what].shape), dtype[what].base) for what in dtype.names or ()
+        }
+
+    def add(self, rows: Rows) -> None:
+        """Take rows; the arrays are copied."""
+        at = 0
+        while at < len(rows.keys):
+            n = min(self._most - self._held, len(rows.keys) - at)
+            for what, column in self._columns.items():
+                column[self._held : self._held + n] = getattr(rows, what)[at : at + n]
+            self._held += n
+            at += n
+            if self._held == self._most:
+                self.end()
+
+    def end(self) -> None:
+        """Write what is held."""
+        hashes = hash_keys(self._columns["keys"][: self._held])
+        # By more bits than vshards have, few enough for a radix sort.
+        order = np.argsort((hashes >> np.uint64(48)).astype(np.uint16), kind="stable")
+        most = self._writer.rows_per_chunk(self._description)
+        for at in range(0, self._held, most):
+            part = order[at : at + most]
+            for what, array in self._writer.rows_to_fill(self._description, len(part)).items():
+                np.take(self._columns[what], part, axis=0, out=array, mode="clip")  # "raise" would take a copy of all
+            self._writer.write_filled(self._description, len(part))
+        self._held = 0

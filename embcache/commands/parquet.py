@@ -98,6 +98,15 @@ class ParquetArrays:
             raise ConfigError(f"{self.where}: has no rows, and column {name!r} does not say of how many numbers one is")
         return len(batch.column(name)[0])
 
+    def keys(self, rows: int) -> Iterator[Any]:
+        try:
+            at = 0
+            for batch in self._file.iter_batches(rows, columns=[self._names["keys"]], use_threads=False):
+                yield self._plain(batch, self._names["keys"], at)
+                at += batch.num_rows
+        except self._broken as error:
+            raise self._damaged(error) from None
+
     def _batches(self, rows: int) -> Iterator[Any]:
         columns = [self._names["keys"], self._names["weights"], *self._states]
         columns += [self._names[one] for one in _COUNTERS] if self.filtered else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from contextlib import ExitStack
 
 import numpy as np
@@ -88,13 +89,22 @@ def _open(folder: str, stack: ExitStack) -> dict[str, Stream]:
     return streams
 
 
+def _size(path: str) -> int:
+    """Bytes of a file; `ConfigError` where it is a pipe or the like, at which one would wait for ever."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path}: is no file; give a whole save directory")
+    return found.st_size
+
+
 def _attribute(folder: str, what: str) -> tuple[list[int], int]:
     """The words of an attribute, and the bytes of the data beside it."""
     path = os.path.join(folder, what, _ATTRIBUTE)
     try:
+        size = _size(os.path.join(folder, what, _DATA))
+        _size(path)
         with open(path, "rb") as file:
             content = file.read(64)
-        size = os.path.getsize(os.path.join(folder, what, _DATA))
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename}: does not exist; give a whole save directory") from None
     if len(content) not in (16, 24):

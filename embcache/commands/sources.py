@@ -118,9 +118,13 @@ class CheckpointTable:
 def windows_of(reader: Reader, name: str, vshards: tuple[int, int]) -> list[tuple[int, int]]:
     """Ranges of vshards to be read one after the other, so that rows come with their neighbours.
 
-    Deltas hold keys of all vshards, and are read for each range again: as many ranges as double the reading at most.
+    Deltas hold keys of all vshards, and chunks of an import some of them: they are read for each range again, for as many ranges
+    as double the reading at most. Where each vshard is in few chunks there is one range.
     """
-    total, count = reader.bytes_of(name, vshards), _MOST_WINDOWS if reader.levels_of(name) > 1 else 1
+    total, count = reader.bytes_of(name, vshards), _MOST_WINDOWS
+    middle = sum(vshards) // 2
+    if reader.levels_of(name) == 1 and reader.bytes_of(name, (middle, middle + 1)) <= _MOST_MAPPED_BYTES // 4:
+        count = 1
     while count > 1:
         windows = list(split(vshards, count))
         if sum(reader.bytes_of(name, window) for window in windows) <= 2 * total:

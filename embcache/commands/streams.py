@@ -6,19 +6,21 @@ tensors' bytes. A file is taken for what it says only after its lengths have bee
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 import tokenize
 import zipfile
 import zlib
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from ..errors import ConfigError, CorruptionError
+from ..errors import ConfigError, CorruptionError, EmbCacheError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -102,7 +104,7 @@ class Stream:
         array: Any = np.empty((rows, *self.shape[1:]), self._stored)
         view = memoryview(array).cast("B") if array.size else memoryview(b"")
         at = 0
-        try:
+        with _reading(self.where):
             while at < len(view):
                 got = self.file.readinto(view[at:])  # type: ignore[attr-defined]
                 if not got:
@@ -110,20 +112,36 @@ class Stream:
                         f"{self.where}: the file ends in the array's bytes: it was cut short; get it anew"
                     )
                 at += got
-        except _BROKEN as error:
-            raise _broken(self.where, error) from None
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+    def rewind(self) -> None:
+        """After the last row: back to the first."""
+        with _reading(self.where):
+            self.file.seek(-self.rows * self.row_bytes, os.SEEK_CUR)
 
     def end(self) -> None:
         """After the last row: what a zip file says of the bytes must hold. `CorruptionError`."""
-        try:
+        with _reading(self.where):
             self.file.read(1)
-        except _BROKEN as error:
-            raise _broken(self.where, error) from None
 
 
 def _broken(where: str, error: Exception) -> CorruptionError:
     return CorruptionError(f"{where}: cannot be read ({error or type(error).__name__}); get it anew")
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """What goes wrong in the block is said of the file; what only damaged bytes can bring about is `CorruptionError`."""
+    try:
+        yield
+    except EmbCacheError:
+        raise
+    except _BROKEN as error:
+        raise _broken(where, error) from None
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a place before the first byte, by a length that is none
+            raise _broken(where, error) from None
+        raise OSError(error.errno, error.strerror, where) from None
 
 
 def checked(where: str, dtype: str, shape: tuple[int, ...], file: BinaryIO) -> Stream:
@@ -173,7 +191,7 @@ def _npy(where: str, file: BinaryIO) -> Stream:
 
 def open_npz(path: str, stack: ExitStack) -> tuple[dict[str, Stream], str | None]:
     """The arrays of a ``.npz`` file, and the description that embcache put into it."""
-    try:
+    with _reading(path):
         archive = stack.enter_context(zipfile.ZipFile(path))
         streams, about = {}, None
         for member in archive.namelist():
@@ -191,8 +209,6 @@ def open_npz(path: str, stack: ExitStack) -> tuple[dict[str, Stream], str | None
                 streams[name] = _npy(f"{path}: {name}", file)  # type: ignore[arg-type]
             except ConfigError as error:
                 streams[name] = _Refused(str(error))
-    except _BROKEN as error:
-        raise _broken(path, error) from None
     return streams, about
 
 

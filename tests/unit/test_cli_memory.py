@@ -25,7 +25,7 @@ import sys
 from embcache.commands import differences, ordering, sources
 for module, name in (
     (differences, "_WINDOW_BYTES"), (ordering, "_BUCKET_BYTES"), (ordering, "_HELD_BYTES"),
-    (sources, "_MOST_MAPPED_BYTES"),
+    (ordering, "_WINDOW_BYTES"), (sources, "_MOST_MAPPED_BYTES"),
 ):
     setattr(module, name, getattr(module, name) // 6)
 from embcache.cli import main

@@ -149,8 +149,12 @@ class HbmBuffer:
             views = [self.backend.as_numpy(array) for array in arrays]
             host.write_from(rows, views[0], slots, views[1:], home=True)
             return
-        weights, *states = self.read(table, slots)
-        host.write_from(rows, weights, None, states, home=True)
+        self.await_moves()
+        with ExitStack() as stack:
+            weights, *states = [
+                stack.enter_context(self.backend.fetched(self.backend.gather_rows(array, slots))) for array in arrays
+            ]
+            host.write_from(rows, weights, None, states, home=True)
 
     def read(self, table: int, slots: np.ndarray, out: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
         """Copies of the weights and each state array of `slots`, (n, width) NumPy arrays; in the given ones, if any are.

@@ -213,6 +213,7 @@ class FusedUpdate:
         # To the end: nobody may see rows that have trained and a plan that has not, least of all who saves them.
         with self.manager.door.training:
             self._train_on(arrived)
+        self.manager.backend.end_step()
 
     def _train_on(self, arrived: list[Forward]) -> None:
         """Apply the gradients of these forwards, or add them to the window; inside the door of those who train."""

@@ -29,7 +29,7 @@ from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer
 from .checkpoint import created_of
 from .config import Adagrad, OptimizerSpec, TableConfig
-from .devices import backend_for
+from .devices import Emulated, backend_for
 from .errors import ConfigError, EmbCacheError, HbmCapacityError, HostMemoryError, PlanError, StorageError, whole_number
 from .features import as_jagged_features
 from .filterfile import pack, unpack
@@ -104,7 +104,7 @@ class EmbCacheManager(Savable):
         tables: Sequence[TableConfig],
         *,
         optimizer: OptimizerSpec = DEFAULT_OPTIMIZER,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | Emulated = "cpu",
         hbm_bytes: int | None = None,
         policy: str = "lru",
         num_threads: int | None = None,

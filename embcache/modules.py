@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .config import OptimizerSpec, TableConfig
-from .devices import GroupLookup
+from .devices import Emulated, GroupLookup
 from .errors import ConfigError, PlanError
 from .features import JaggedTensor, KeyedTensor, as_jagged_features
 from .feed import Feed
@@ -161,7 +161,7 @@ class CachedCollection(Savable, nn.Module):
         self,
         tables: Sequence[TableConfig],
         optimizer: OptimizerSpec = DEFAULT_OPTIMIZER,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | Emulated = "cpu",
         hbm_bytes: int | None = None,
         policy: str = "lru",
         accumulate: int = 1,

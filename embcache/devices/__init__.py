@@ -2,7 +2,7 @@
 
 A `Backend` is everything the rest of the package asks of a device: memory, copies, streams, and the row kernels on
 tensors. (``backend.py``). There are two: `CpuBackend` runs the compiled kernels (``cpu.py``), `TorchBackend` stock torch
-operators, anywhere (``stock.py``).
+operators, anywhere (``stock.py``). `Emulated` is the first with the times of a device, for tests and benches (``emulated.py``).
 
 Invariants. Every result is a pure function of its arguments on a given backend and machine: no thread count, placement
 of rows or earlier call shows in it. Copies from a staging block are ordered before its memory is used again.
@@ -23,11 +23,13 @@ from ..hostmemory import StagingBlock
 from ..lookup import GroupLookup
 from .backend import Backend, update_rule
 from .cpu import CpuBackend
+from .emulated import Emulated
 from .stock import TorchBackend
 
 __all__ = [
     "Backend",
     "CpuBackend",
+    "Emulated",
     "GroupLookup",
     "StagingBlock",
     "TorchBackend",
@@ -37,13 +39,15 @@ __all__ = [
 ]
 
 
-def backend_for(device: str | torch.device, kernels: str = "auto", num_threads: int | None = None) -> Backend:
+def backend_for(
+    device: str | torch.device | Emulated, kernels: str = "auto", num_threads: int | None = None
+) -> Backend:
     """The backend of a device.
 
     Parameters
     ----------
-    device : str or torch.device
-        ``"cpu"``, ``"cuda"`` or ``"npu"``, the latter two with an optional index.
+    device : str, torch.device or Emulated
+        ``"cpu"``, ``"cuda"`` or ``"npu"``, the latter two with an optional index; an emulated device is its own backend.
     kernels : {"auto", "torch"}
         ``"torch"`` asks for `TorchBackend` on CPU as well.
     num_threads : int, optional
@@ -56,6 +60,8 @@ def backend_for(device: str | torch.device, kernels: str = "auto", num_threads: 
     """
     if kernels not in ("auto", "torch"):
         raise ConfigError(f'kernels = {kernels!r}; give "auto" or "torch"')
+    if isinstance(device, Emulated):
+        return device
     kind, _, index = str(device).partition(":")
     if kind not in ("cpu", "cuda", "npu") or (index and not index.isdigit()):
         raise ConfigError(f'device = {str(device)!r}; give "cpu", "cuda", "cuda:N", "npu" or "npu:N"')

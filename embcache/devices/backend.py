@@ -80,6 +80,9 @@ class Backend(Protocol):
     def to_host(self, tensor: Tensor) -> NDArray[Any]:
         """Values of a tensor, complete on return; where the device is the host, the same memory. bfloat16 as in `as_numpy`."""
 
+    def fetched(self, tensor: Tensor) -> contextlib.AbstractContextManager[NDArray[Any]]:
+        """As `to_host`, in memory that is reused after the block."""
+
     def staging(self, shape: Sequence[int], dtype: Any = np.float32) -> contextlib.AbstractContextManager[StagingBlock]:
         """Host memory to fill and `upload`."""
 
@@ -97,6 +100,9 @@ class Backend(Protocol):
 
     def wait(self, event: Event) -> None:
         """Let later work of the current stream wait for `event`."""
+
+    def end_step(self) -> None:
+        """A training step has made its update."""
 
     def synchronize(self) -> None:
         """Block until the device has done everything."""

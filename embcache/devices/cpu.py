@@ -70,6 +70,9 @@ class CpuBackend:
     def to_host(self, tensor: Tensor) -> NDArray[Any]:
         return numpy_view(tensor)
 
+    def fetched(self, tensor: Tensor) -> contextlib.AbstractContextManager[NDArray[Any]]:
+        return contextlib.nullcontext(self.to_host(tensor))
+
     @contextlib.contextmanager
     def staging(self, shape: Sequence[int], dtype: Any = np.float32) -> Iterator[StagingBlock]:
         array = np.empty(tuple(shape), dtype)
@@ -88,6 +91,9 @@ class CpuBackend:
         return DONE
 
     def wait(self, event: Event) -> None:
+        return None
+
+    def end_step(self) -> None:
         return None
 
     def synchronize(self) -> None:

@@ -77,14 +77,20 @@ class TorchBackend:
             return self.upload(block)
 
     def to_host(self, tensor: Tensor) -> NDArray[Any]:
+        with self.fetched(tensor) as values:
+            return values.copy()
+
+    @contextlib.contextmanager
+    def fetched(self, tensor: Tensor) -> Iterator[NDArray[Any]]:
         tensor = tensor.detach()
         memory = self._staging.take(tensor.numel() * tensor.element_size())
         staged = memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-        staged.copy_(tensor, non_blocking=True)
-        self.event().synchronize()
-        values = numpy_view(staged).copy()
-        self._staging.give(memory, DONE)
-        return values
+        try:
+            staged.copy_(tensor, non_blocking=True)
+            self.event().synchronize()
+            yield numpy_view(staged)
+        finally:
+            self._staging.give(memory, DONE)
 
     @contextlib.contextmanager
     def staging(self, shape: Sequence[int], dtype: Any = np.float32) -> Iterator[StagingBlock]:
@@ -127,6 +133,9 @@ class TorchBackend:
     def wait(self, event: Event) -> None:
         if self._module is not None and event is not DONE:
             self._module.current_stream(self.device).wait_event(event)
+
+    def end_step(self) -> None:
+        return None
 
     def synchronize(self) -> None:
         if self._module is not None:

@@ -150,11 +150,13 @@ def saved(folder: Path) -> Iterator[Saved]:
     gc.collect()
 
 
-def test_restore(race: Race, saved: Saved) -> None:
-    """Warm: the files are in the page cache. Ours reads, checks every digest, and builds the table; peers read into new tensors."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_restore(race: Race, saved: Saved, threads: int) -> None:
+    """Warm: the files are in the page cache. Ours reads, checks every digest, and builds the table; peers read into new tensors,
+    in one thread."""
 
     def restore(_i: int) -> EmbTable:
-        table = EmbTable("bench", DIM, initializer=Constant(0.0), num_threads=1)
+        table = EmbTable("bench", DIM, initializer=Constant(0.0), num_threads=threads)
         table.restore(saved.path)
         return table
 
@@ -178,6 +180,7 @@ def test_restore(race: Race, saved: Saved) -> None:
         f"warm restore of {saved.rows / 1e6:g} M x {DIM}",
         Contender("embcache", restore, before=ready, after=lambda table: table.close()),
         peers,
+        threads=threads,
         work=saved.rows,
         unit=MILLION_ROWS,
         rounds=5,
@@ -292,38 +295,52 @@ def test_readers_of_a_share(race: Race, saved: Saved, readers: int) -> None:
     race("checkpoint, bytes", case, ours, [own], work=1, unit=BYTES, rounds=1)
 
 
-@pytest.mark.parametrize("kind", ["full", "delta"])
-def test_step_during_a_background_save(race: Race, folder: Path, kind: str) -> None:
-    """Median step of bags of 20 while all rows, or those of the last 200 steps, are saved in the background."""
-    shape = Shape(1, 1_000_000, DIM)
-    step = OurStep(shape, "RowWiseAdagrad")
-    batches = draw(shape, "zipf", 20)
-    collection = step.collection
+class Steps:
+    """Bags of 20 of a table of 1 M rows, all of them resident, and saves of it."""
 
-    def timed(number: int) -> float:
+    def __init__(self, path: Path) -> None:
+        self.shape, self.path = Shape(1, 1_000_000, DIM), path
+        self._step = OurStep(self.shape, "RowWiseAdagrad")
+        self._batches = draw(self.shape, "zipf", 20)
+        self._number = 0
+        self._step.collection.save(path)
+
+    def time(self) -> float:
+        """Seconds of one step."""
+        self._number += 1
         began = time.perf_counter()
-        step.step(batches[number % len(batches)])
+        self._step.step(self._batches[self._number % len(self._batches)])
         return time.perf_counter() - began
 
-    def during(_i: int) -> float:
-        for number in range(200 if kind == "delta" else 0):
-            timed(number)
-        saving = collection.save(folder / "saved", delta=kind == "delta", background=True, keep=1)
-        times = [timed(0)]
+    def save(self, kind: str) -> tuple[float, float]:
+        """Save all rows, or those of the last 200 steps, in the background: seconds of the call, and of the median step beside it."""
+        for _ in range(200 if kind == "delta" else 0):
+            self.time()
+        began = time.perf_counter()
+        saving = self._step.collection.save(self.path, delta=kind == "delta", background=True, keep=1)
+        call = time.perf_counter() - began
+        times = [self.time()]
         while not saving.done():
-            times.append(timed(len(times)))
+            times.append(self.time())
         saving.result()
-        return statistics.median(times)
+        return call, statistics.median(times)
 
-    def alone(_i: int) -> float:
-        return statistics.median(timed(number) for number in range(60))
+    def alone(self, _i: int) -> float:
+        """The median step without a save."""
+        return statistics.median(self.time() for _ in range(60))
 
-    collection.save(folder / "saved")
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+@pytest.mark.parametrize("which", ["cut", "step"])
+def test_training_beside_a_background_save(race: Race, folder: Path, kind: str, which: str) -> None:
+    """How long `save` keeps the one who calls it, and the median step until it is done, against a step without a save."""
+    steps = Steps(folder / "saved")
+    case = f"cut of a background {kind} save of" if which == "cut" else f"step during a background {kind} save of"
     race(
         "checkpoint, steps",
-        f"step of {shape}, bags of 20, during a background {kind} save",
-        Contender("embcache", during, seconds_of=lambda seconds: seconds),
-        [Contender("without a save", alone, seconds_of=lambda seconds: seconds)],
+        f"{case} {steps.shape}, bags of 20",
+        Contender("embcache", lambda _i: steps.save(kind)[which == "step"], seconds_of=lambda seconds: seconds),
+        [Contender("a step without a save", steps.alone, seconds_of=lambda seconds: seconds)],
         work=1,
         unit=MILLISECONDS,
         rounds=5,

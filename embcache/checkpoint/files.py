@@ -7,6 +7,7 @@ it overrides `point`, which each method passes first. Reading needs no seam: wha
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from ..errors import DiskFullError, StorageError
 __all__ = ["Files", "refusal", "refusals"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _SPARE_BYTES = 1 << 20
 
 
@@ -86,13 +88,24 @@ class Files:
         self.point("create", path)
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
 
+    def bypass_cache(self, descriptor: int, path: str) -> bool:
+        """Have later writes go past the page cache; whether the file system does that. They must be of whole, aligned pages."""
+        self.point("bypass_cache", path)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return False
+        return True
+
     def allocate(self, descriptor: int, offset: int, length: int, path: str) -> None:
         """Have disk space for these bytes, so that a full disk is known before anything is written."""
         self.point("allocate", path)
         try:
             os.posix_fallocate(descriptor, offset, length)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            if error.errno not in _UNSUPPORTED:
                 raise  # without support for it the write itself will say that the disk is full
 
     def write(self, descriptor: int, pieces: Sequence[Any], offset: int, path: str) -> None:
@@ -111,7 +124,14 @@ class Files:
     def write_some(self, descriptor: int, views: Sequence[memoryview], offset: int, path: str) -> int:
         """One call of the system; returns the bytes written, which may be fewer than asked for."""
         self.point("write", path)
-        return os.pwritev(descriptor, views, offset)
+        try:
+            return os.pwritev(descriptor, views, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if error.errno not in _UNSUPPORTED or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # this medium wants it otherwise: as without
+            return os.pwritev(descriptor, views, offset)
 
     def truncate(self, descriptor: int, length: int, path: str) -> None:
         """Set the length of a file."""

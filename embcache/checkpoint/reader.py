@@ -16,9 +16,9 @@ import numpy as np
 
 from .._core.digest import hash_keys
 from ..errors import ConfigError, CorruptionError, EmbCacheError
-from .ahead import ReadAhead
 from .chunk import ERASED, LATE, ROWS, WAITING, ChunkBuffer
 from .description import TableDescription
+from .helper import Helper
 from .level import Catalogues, ChunkPlace, Level, LevelTable, open_chain
 from .names import VSHARDS, check_rank, published, vshards_of
 
@@ -373,7 +373,7 @@ class Reader:
         for place in places:
             level.segment(place)  # opened here: the thread only reads
         buffers = [self._buffer, ChunkBuffer()]
-        with ReadAhead() as helper:
+        with Helper() as helper:
             for i, place in enumerate(places):
                 _, columns = helper.result() if i else level.read(place, buffers[0])
                 if i + 1 < len(places):

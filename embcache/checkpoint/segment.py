@@ -3,6 +3,9 @@
 A segment begins with a sealed header (sealed.py) of 4096 bytes which says its generation, rank and number; chunks follow,
 each at a multiple of 4096. A file ends where its last chunk does. No file exceeds 64 GiB, so that no file system's
 limit is met.
+
+Writes of more than a few chunks go past the page cache, in two threads, while the next chunk is filled and digested: the medium is
+busy from the start, and nobody copies what is not going to be read. What the cache would have been used for, it keeps.
 """
 
 from __future__ import annotations
@@ -16,20 +19,28 @@ import numpy as np
 from ..errors import CorruptionError
 from .chunk import ALIGNMENT
 from .files import FULL, Files, refusals
+from .helper import Helper
 from .names import segment_name
 from .sealed import SEGMENT, seal, unseal
 
 __all__ = ["MOST_SEGMENT_BYTES", "SegmentReader", "SegmentWriter"]
 
 MOST_SEGMENT_BYTES = 64 << 30
-_AHEAD_BYTES = 64 << 20
+_AHEAD_BYTES = 256 << 20
+_BEHIND_FROM = 16 << 20  # bytes of a file from which on it is written in threads
+_THREADS = 2
 
 
 class SegmentWriter:
     """Writes the segments of one generation of one rank.
 
     Space is allocated before bytes are written. After `finish` everything is durable, the folder's entries too. After an
-    error only `discard` may be called. Thread safety: one thread.
+    error, which may be that of an earlier `append`, only `discard` may be called. Thread safety: one thread.
+
+    Attributes
+    ----------
+    behind : int
+        So many of the last chunks that were appended may still be read by a thread: their memory must stay as it is.
     """
 
     def __init__(
@@ -41,6 +52,8 @@ class SegmentWriter:
         self.rank = rank
         self.most_bytes = most_bytes
         self.done: list[tuple[str, int]] = []
+        self.behind = 0
+        self._helpers: list[Helper] = []  # the next one is the first
         self._open: list[int] = []  # descriptors of all files: synced at the end
         self._path = ""
         self._at = 0
@@ -52,13 +65,16 @@ class SegmentWriter:
         return sum(length for _, length in self.done) + self._at
 
     def append(self, content: Any) -> tuple[int, int]:
-        """Write a chunk; return (number of the file, offset in it)."""
+        """Write a chunk, or begin to; return (number of the file, offset in it)."""
         with refusals(self._path or self.folder, "writing a checkpoint"):
             if not self._open or self._at + len(content) > self.most_bytes:
                 self._begin()
             offset = self._at
             self._allocate(len(content))
-            self.files.write(self._open[-1], [content], offset, self._path)
+            if offset < _BEHIND_FROM:
+                self.files.write(self._open[-1], [content], offset, self._path)
+            else:
+                self._write_behind(content, offset)
             self._at += len(content)
         return len(self._open) - 1, offset
 
@@ -75,10 +91,34 @@ class SegmentWriter:
 
     def discard(self) -> None:
         """Close and remove what was written, as far as the system allows."""
+        self._close_helpers()
         while self._open:
             os.close(self._open.pop())
         for name in sorted({name for name, _ in self.done} | ({os.path.basename(self._path)} if self._path else set())):
             self.files.unlink(os.path.join(self.folder, name))
+
+    def _write_behind(self, content: Any, offset: int) -> None:
+        if not self._helpers:
+            self.files.bypass_cache(self._open[-1], self._path)
+            self._helpers = [Helper() for _ in range(_THREADS)]
+            self.behind = _THREADS
+        helper = self._helpers.pop(0)
+        self._helpers.append(helper)
+        if helper.busy:
+            helper.result()
+        helper.start(self.files.write, self._open[-1], [content], offset, self._path)
+
+    def _wait(self) -> None:
+        """Until everything is written that was appended; raises what went wrong."""
+        for helper in self._helpers:
+            if helper.busy:
+                helper.result()
+        self._close_helpers()
+
+    def _close_helpers(self) -> None:
+        for helper in self._helpers:
+            helper.close()
+        self._helpers, self.behind = [], 0
 
     def _begin(self) -> None:
         self._end()
@@ -109,6 +149,7 @@ class SegmentWriter:
             self._allocated = self._at + more
 
     def _end(self) -> None:
+        self._wait()
         if self._path and len(self.done) < len(self._open):
             if self._allocated > self._at:
                 self.files.truncate(self._open[-1], self._at, self._path)

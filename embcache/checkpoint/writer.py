@@ -140,6 +140,9 @@ class Writer:
         self._state = _IDLE
         self._lock: RankLock | None = None
         self._buffer = ChunkBuffer()
+        self._behind: list[
+            ChunkBuffer
+        ] = []  # those of chunks that may still be on their way to the medium, the oldest first
         self._segments: SegmentWriter | None = None
         self._tables: dict[str, _Table] = {}
         self._blobs: dict[str, list[tuple[Any, ...]]] = {}
@@ -585,6 +588,9 @@ class Writer:
             0,
         )
         records.append(place)
+        self._behind.append(self._buffer)
+        free = len(self._behind) > self._segments.behind
+        self._buffer = self._behind.pop(0) if free else ChunkBuffer()
         return len(content)
 
     def _records(self, files: list[tuple[str, int]]) -> list[catalogue.Record]:

@@ -32,6 +32,7 @@ from embcache.checkpoint import (
     generations,
     next_generation,
     prune,
+    segment,
 )
 from embcache.errors import EmbCacheError
 from embcache.table import EmbTable
@@ -80,7 +81,8 @@ def ranks_content(step: int) -> dict[str, np.ndarray]:
 
 
 def ranks(path: Path, log: Path, files: Files, steps: int) -> None:
-    """Two ranks with filters, several segments each, full generations; two are kept."""
+    """Two ranks with filters, several segments each, written in threads, full generations; two are kept."""
+    segment._BEHIND_FROM = 0
     done = 0
     if generations(path):
         with Reader(path) as reader:

@@ -7,14 +7,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from children import folder_in_memory
 
-from embcache.checkpoint import Files, Reader, TableDescription, Writer, generations, prune, verify
+from embcache.checkpoint import Files, Reader, TableDescription, Writer, generations, prune, segment, verify
 from embcache.errors import DiskFullError, StorageError
 
 DESCRIPTION = TableDescription("t", 4, 2, with_filter=True)
@@ -79,9 +79,20 @@ def holds(path: Path, generation: int | None = None) -> tuple[int, int]:
         return reader.generation, step
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR])
-@pytest.mark.parametrize("parent", [None, 2])
-def test_r5_every_call_of_a_save_fails_in_turn(memory_path: Path, error: int, parent: int | None) -> None:
+@pytest.mark.parametrize(
+    ("error", "parent", "behind"),
+    [
+        *product([errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR], [None, 2], [False]),
+        (errno.ENOSPC, 2, True),
+        (errno.EIO, None, True),
+    ],
+)
+def test_r5_every_call_of_a_save_fails_in_turn(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, parent: int | None, behind: bool
+) -> None:
+    """With `behind` chunks are written in threads, as those of large files are."""
+    if behind:
+        monkeypatch.setattr(segment, "_BEHIND_FROM", 0)
     seen = set()
     for calls in count():
         path = memory_path / str(calls)
@@ -111,6 +122,7 @@ def test_r5_every_call_of_a_save_fails_in_turn(memory_path: Path, error: int, pa
         assert verify(path) == []  # nothing strange is left
         shutil.rmtree(path)
     assert {"lock", "create", "allocate", "write", "sync", "sync_folder", "commit", "rename", "truncate"} <= seen
+    assert ("bypass_cache" in seen) == behind
 
 
 def test_r5_writes_may_be_short(tmp_path: Path) -> None:

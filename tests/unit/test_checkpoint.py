@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from embcache._core.digest import hash_keys
 from embcache.checkpoint import (
+    Files,
     Reader,
     TableDescription,
     Writer,
@@ -22,6 +24,7 @@ from embcache.checkpoint import (
     next_generation,
     prune,
     publish,
+    segment,
     verify,
     vshards_of,
 )
@@ -165,6 +168,40 @@ def test_resolution_in_windows_gives_the_same_rows(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("embcache.checkpoint.reader._WINDOW_KEYS", 100)
     assert read_all(tmp_path, "t") == whole
     assert read_all(tmp_path, "t", world=2) == whole
+
+
+@pytest.mark.parametrize("refusing", ["nothing", "at once", "at the write", "threads"])
+def test_chunks_that_are_written_in_threads_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing: str
+) -> None:
+    """Several segments, past the page cache or not, as the file system has it."""
+
+    class Medium(Files):
+        def bypass_cache(self, descriptor: int, path: str) -> bool:
+            return refusing != "at once" and super().bypass_cache(descriptor, path)
+
+        def write_some(self, descriptor: int, views: Sequence[memoryview], offset: int, path: str) -> int:
+            # A part that is no whole page is what the medium refuses where it wants larger ones.
+            return super().write_some(
+                descriptor, [views[0][:1000]] if refusing == "at the write" else views, offset, path
+            )
+
+    monkeypatch.setattr(segment, "_BEHIND_FROM", 1 << 16)
+    if refusing == "threads":
+        monkeypatch.setattr("threading.Thread.start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+    description = TableDescription("t", 16)
+    keys = keys_of(3, 20_000)
+    columns = columns_for(description, keys, 1)
+    with Writer(tmp_path, chunk_bytes=1 << 16, most_segment_bytes=1 << 19, files=Medium()) as writer:
+        writer.begin()
+        for begin in range(0, len(keys), 700):
+            writer.write_rows(description, **{what: array[begin : begin + 700] for what, array in columns.items()})
+        writer.commit()
+        writer.publish()
+    assert verify(tmp_path) == []
+    wanted: Model = {}
+    remember(wanted, columns)
+    assert read_all(tmp_path, "t") == wanted
 
 
 @pytest.mark.parametrize("threads", [True, False])

@@ -8,26 +8,33 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-__all__ = ["ReadAhead"]
+__all__ = ["Helper"]
 
 
-class ReadAhead:
+class Helper:
     """A thread that does what `start` gives it; `result` waits, and returns or raises what came of it.
 
-    Where the system has no thread left, `start` does the work itself. Leaving the block waits for the call in progress, so
-    that nothing it uses is closed under it. Thread safety: `start` and `result` take turns, in one thread.
+    Where the system has no thread left, `start` does the work itself. `close`, or leaving the block, waits for the call in progress,
+    so that nothing it uses is closed under it. Thread safety: `start` and `result` take turns, in one thread.
+
+    Attributes
+    ----------
+    busy : bool
+        Whether `result` was not called since `start`.
     """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.busy = False
 
     def start(self, call: Callable[..., Any], *arguments: Any) -> None:
         """Begin ``call(*arguments)``."""
+        self.busy = True
         self._calls.put((call, arguments))
         if self._thread is None:
-            thread = threading.Thread(target=self._work, name="embcache read ahead", daemon=True)
+            thread = threading.Thread(target=self._work, name="embcache helper", daemon=True)
             try:
                 thread.start()
             except RuntimeError:
@@ -39,9 +46,17 @@ class ReadAhead:
     def result(self) -> Any:
         """What the last call returned; raises what it raised."""
         value, error = self._answers.get()
+        self.busy = False
         if error is not None:
             raise error
         return value
+
+    def close(self) -> None:
+        """Wait for the call in progress, and end the thread. Again does nothing."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:
@@ -51,12 +66,10 @@ class ReadAhead:
             except BaseException as error:
                 self._answers.put((None, error))
 
-    def __enter__(self) -> ReadAhead:
+    def __enter__(self) -> Helper:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is not None:
-            self._calls.put(None)
-            self._thread.join()
+        self.close()

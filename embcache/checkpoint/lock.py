@@ -75,8 +75,9 @@ class RankLock:
                 raise error
         try:
             with refusals(path, "locking a checkpoint"):
-                os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+                ours = b"%-20d" % os.getpid()
+                if os.pread(self._descriptor, len(ours), 0) != ours:  # else a busy disk's journal would be waited for
+                    os.pwrite(self._descriptor, ours, 0)
         except BaseException:
             self.release()
             raise

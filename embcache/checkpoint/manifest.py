@@ -138,7 +138,7 @@ def names_rank(path: str, generation: int, rank: int) -> bool:
         return True
 
 
-def write_sealed(files: Files, folder: str, name: str, content: bytes) -> None:
+def write_sealed(files: Files, folder: str, name: str, content: bytes, *, durable: bool = True) -> None:
     """Make a file appear whole: temporary name, sync, rename, sync of the folder. On failure nothing is left behind.
 
     Where the last sync fails the file goes as well: what that sync has lost stays lost, though the system goes on showing
@@ -151,7 +151,8 @@ def write_sealed(files: Files, folder: str, name: str, content: bytes) -> None:
         try:
             try:
                 files.write(descriptor, [content], 0, place)
-                files.sync(descriptor, place)
+                if durable:
+                    files.sync(descriptor, place)
             finally:
                 os.close(descriptor)
             files.rename(place + ".tmp", place)
@@ -159,7 +160,8 @@ def write_sealed(files: Files, folder: str, name: str, content: bytes) -> None:
             _unlink_quietly(place + ".tmp")
             raise
         try:
-            files.sync_folder(folder)
+            if durable:
+                files.sync_folder(folder)
         except OSError:
             _unlink_quietly(place)
             raise
@@ -172,8 +174,8 @@ def _unlink_quietly(path: str) -> None:
 
 
 def write_commit(files: Files, folder: str, generation: int, body: dict[str, Any]) -> None:
-    """Leave a rank's part for `publish`."""
-    write_sealed(files, folder, commit_name(generation), seal(COMMIT, body))
+    """Leave a rank's part for `publish`. That of a single rank need not outlive a power cut: its writer publishes it, or nobody."""
+    write_sealed(files, folder, commit_name(generation), seal(COMMIT, body), durable=body["world"] > 1)
 
 
 def publish(path: str, generation: int, world: int = 1, *, files: Files | None = None) -> None:

@@ -202,11 +202,12 @@ def test_what_is_damaged_or_in_use_is_not_compacted_away(tmp_path: Path, capsys:
 # ----------------------------------------------------------------------------------------------------------------- diff
 
 
-@pytest.mark.parametrize("window", [96 << 20, 20_000])
+@pytest.mark.parametrize(("window", "most"), [(96 << 20, 4096), (20_000, 4096), (20_000, 1)])
 def test_diff_counts_what_a_dict_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, window: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, window: int, most: int
 ) -> None:
     monkeypatch.setattr(differences, "_WINDOW_BYTES", window)
+    monkeypatch.setattr(differences, "_MOST_OF_VSHARDS", most)
     write(tmp_path / "one")
     one, other = content(tmp_path / "one", 2), content(tmp_path / "one", 4)
     code, result = run(capsys, "diff", f"{tmp_path / 'one'}@2", f"{tmp_path / 'one'}@4", "--top", 7)

@@ -55,16 +55,19 @@ typedef struct {
 
 typedef struct {
     ec_index index;    /* key -> record */
-    ec_vec known;      /* of ec_known */
+    ec_block known_block; /* in huge pages where it is large: records are met in no order */
+    ec_known *known;   /* records in use, and below `known_count` some unused ones */
+    int64_t known_count, known_room;
     ec_vec unused;     /* of uint32_t: records to use again, last in first out */
     ec_vec notices;    /* of ec_notice, by the number that the planner gives them */
     ec_vec order;      /* of uint32_t: notices that are there, in order of `number` */
     ec_block of_slot_block;
     uint32_t *of_slot; /* the record of the key in a slot, or EC_UNKNOWN_KEY */
+    uint32_t expected; /* whose key may come into a slot next: a hint, to save a search */
     int64_t uses;      /* in all notices */
 } ec_coming;
 
-#define EC_KNOWN(c, i) EC_AT((c)->known, ec_known, i)
+#define EC_KNOWN(c, i) ((c)->known[i])
 #define EC_NOTICE(c, i) EC_AT((c)->notices, ec_notice, i)
 #define EC_USE(c, when) (EC_NOTICE(c, (when).notice).uses[(when).at])
 
@@ -76,7 +79,9 @@ static inline int ec_when_same(ec_when a, ec_when b) { return a.notice == b.noti
 
 static inline void ec_coming_free(ec_coming *c) {
     ec_index_free(&c->index);
-    ec_vec_free(&c->known);
+    ec_block_drop(&c->known_block);
+    c->known = NULL;
+    c->known_count = c->known_room = 0;
     ec_vec_free(&c->unused);
     ec_vec_free(&c->notices);
     ec_vec_free(&c->order);
@@ -107,7 +112,7 @@ static inline void ec_coming_move(ec_coming *c, ec_coming *wider, int64_t capaci
 
 /* Memory held, but for the notices' own blocks. */
 static inline int64_t ec_coming_bytes(const ec_coming *c) {
-    return (int64_t)(c->index.bytes + c->of_slot_block.held) + c->known.room * (int64_t)sizeof(ec_known) +
+    return (int64_t)(c->index.bytes + c->of_slot_block.held + c->known_block.held) +
            (c->unused.room + c->order.room) * (int64_t)sizeof(uint32_t) + c->notices.room * (int64_t)sizeof(ec_notice);
 }
 
@@ -127,6 +132,12 @@ static inline void ec_coming_attach(ec_coming *c, uint32_t slot, uint32_t known)
 static inline void ec_coming_detach(ec_coming *c, uint32_t slot) {
     if (c->of_slot[slot] != EC_UNKNOWN_KEY) EC_KNOWN(c, c->of_slot[slot]).slot = EC_NO_SLOT;
     c->of_slot[slot] = EC_UNKNOWN_KEY;
+}
+
+/* The record of a key that gets a slot. */
+static inline uint32_t ec_coming_recall(const ec_coming *c, int64_t key, uint64_t hash) {
+    if (c->expected < c->known_count && EC_KNOWN(c, c->expected).key == key && EC_KNOWN(c, c->expected).holds > 0) return c->expected;
+    return ec_coming_find(c, key, hash);
 }
 
 /* When the key in a slot is used next. */
@@ -197,16 +208,28 @@ static inline int ec_coming_reserve(ec_coming *c, uint32_t id) {
     return ec_vec_reserve_one(&c->order, sizeof(uint32_t));
 }
 
+/* Room for more records, and for giving every one of them back. */
+static int ec_coming_widen(ec_coming *c) {
+    const int64_t room = c->known_room < 32 ? 32 : c->known_room + c->known_room / 2;
+    ec_block wider;
+    if (ec_vec_reserve(&c->unused, room - c->unused.size, sizeof(uint32_t)) != EC_OK) return EC_NOMEM;
+    if (ec_block_take(&wider, (size_t)room * sizeof(ec_known)) != EC_OK) return EC_NOMEM;
+    if (c->known_count > 0) memcpy(wider.data, c->known, (size_t)c->known_count * sizeof(ec_known));
+    ec_block_drop(&c->known_block);
+    c->known_block = wider;
+    c->known = (ec_known *)wider.data;
+    c->known_room = room;
+    return EC_OK;
+}
+
 /* A record for a key that has none. EC_NOMEM and EC_LIMIT change nothing. */
 static inline int ec_coming_learn(ec_coming *c, int64_t key, uint64_t hash, uint32_t slot, uint32_t *known) {
     if (c->unused.size == 0) {
-        if (c->known.size >= (int64_t)EC_UNKNOWN_KEY) return EC_LIMIT;
-        if (ec_vec_reserve_one(&c->known, sizeof(ec_known)) != EC_OK) return EC_NOMEM;
-        const int64_t missing = c->known.room - c->unused.room; /* so that every record can be given back */
-        if (missing > 0 && ec_vec_reserve(&c->unused, c->known.room, sizeof(uint32_t)) != EC_OK) return EC_NOMEM;
+        if (c->known_count >= (int64_t)EC_UNKNOWN_KEY) return EC_LIMIT;
+        if (c->known_count == c->known_room && ec_coming_widen(c) != EC_OK) return EC_NOMEM;
     }
     if (c->index.size == c->index.grow_at && (ec_take_refused() || ec_index_reserve(&c->index, 1) != EC_OK)) return EC_NOMEM;
-    *known = c->unused.size > 0 ? EC_AT(c->unused, uint32_t, --c->unused.size) : (uint32_t)c->known.size++;
+    *known = c->unused.size > 0 ? EC_AT(c->unused, uint32_t, --c->unused.size) : (uint32_t)c->known_count++;
     EC_KNOWN(c, *known) = (ec_known){key, slot, 0, EC_NEVER_USED, EC_NEVER_USED};
     ec_index_insert(&c->index, key, hash, *known);
     if (slot != EC_NO_SLOT) c->of_slot[slot] = *known;
@@ -228,7 +251,11 @@ static inline void ec_coming_forget(ec_coming *c, uint32_t id) {
     c->order.size--;
     for (; at < c->order.size; at++) EC_AT(c->order, uint32_t, at) = EC_AT(c->order, uint32_t, at + 1);
     for (int64_t i = 0; i < notice->count; i++) {
-        if (i + 16 < notice->count) EC_PREFETCH_WRITE(&EC_KNOWN(c, notice->uses[i + 16].known));
+        if (i + 32 < notice->count) EC_PREFETCH_WRITE(&EC_KNOWN(c, notice->uses[i + 32].known));
+        if (i + 16 < notice->count) {
+            const ec_known *soon = &EC_KNOWN(c, notice->uses[i + 16].known);
+            if (soon->holds == 1) ec_index_prefetch(&c->index, ec_hash(soon->key));
+        }
         if (--EC_KNOWN(c, notice->uses[i].known).holds == 0) ec_coming_unlearn(c, notice->uses[i].known);
     }
     c->uses -= notice->count;
@@ -241,7 +268,7 @@ static inline void ec_coming_forget(ec_coming *c, uint32_t id) {
 static int ec_coming_check(const ec_coming *c, int64_t capacity) {
     int64_t records = 0, longest, uses = 0, holds = 0, listed = 0, spent = 0;
     if (ec_index_check(&c->index, &longest) != EC_OK) return EC_BROKEN;
-    for (int64_t i = 0; i < c->known.size; i++) {
+    for (int64_t i = 0; i < c->known_count; i++) {
         const ec_known *it = &EC_KNOWN(c, i);
         if (it->holds == 0) continue;
         records++;
@@ -258,7 +285,7 @@ static int ec_coming_check(const ec_coming *c, int64_t capacity) {
         }
         if (last.notice != it->last.notice || (last.notice != EC_NO_NOTICE && last.at != it->last.at)) return EC_BROKEN;
     }
-    if (records != c->index.size || records + c->unused.size != c->known.size) return EC_BROKEN;
+    if (records != c->index.size || records + c->unused.size != c->known_count) return EC_BROKEN;
     uint64_t number = 0;
     for (int64_t i = 0; i < c->order.size; i++) {
         const ec_notice *notice = &EC_NOTICE(c, EC_AT(c->order, uint32_t, i));

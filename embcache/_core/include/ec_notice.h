@@ -34,12 +34,12 @@ typedef struct {
 
 static inline ec_coming *ec_look_coming(const ec_look *l, int64_t t) { return &l->sides[t].cache.policy.coming; }
 
-/* Notes that the notice names a key, unless it does already. `known` is the key's record where that was looked up before. */
-static inline int ec_look_note(const ec_look *l, ec_side *s, ec_look_part *part, ec_use *uses, int64_t key, uint64_t hash, int64_t known) {
-    ec_coming *c = &s->cache.policy.coming;
+/* Notes that the notice names a key, unless it does already. `known` is the key's record, or -1 where it had none a moment
+ * ago; `slot` its slot then, or -1. */
+static inline int ec_look_note(const ec_look *l, ec_coming *c, ec_look_part *part, ec_use *uses, int64_t key, uint64_t hash,
+                               int64_t known, int64_t slot) {
     uint32_t id = known >= 0 ? (uint32_t)known : ec_coming_find(c, key, hash); /* it may have come in between */
     if (id == EC_UNKNOWN_KEY) {
-        const int64_t slot = s->cache.index.size > 0 ? ec_index_find(&s->cache.index, key, hash) : -1;
         const int status = ec_coming_learn(c, key, hash, slot < 0 ? EC_NO_SLOT : (uint32_t)slot, &id);
         if (status != EC_OK) return status;
     }
@@ -58,8 +58,8 @@ static void ec_phase_look_collect(void *context, int64_t t) {
     ec_coming *c = ec_look_coming(l, t);
     ec_look_part *part = &l->parts[t];
     ec_use *uses = (ec_use *)l->uses.data + l->offsets[t];
-    uint64_t hashes[EC_LOOK_CHUNK];
-    int64_t known[EC_LOOK_CHUNK];
+    uint64_t hashes[EC_LOOK_CHUNK], new_hashes[EC_LOOK_CHUNK];
+    int64_t known[EC_LOOK_CHUNK], new_keys[EC_LOOK_CHUNK], slots[EC_LOOK_CHUNK];
     part->count = 0;
     part->status = ec_coming_reserve(c, l->id);
     for (int64_t begin = l->offsets[t]; part->status == EC_OK && begin < l->offsets[t + 1]; begin += EC_LOOK_CHUNK) {
@@ -67,10 +67,20 @@ static void ec_phase_look_collect(void *context, int64_t t) {
         const int64_t n = l->offsets[t + 1] - begin < EC_LOOK_CHUNK ? l->offsets[t + 1] - begin : EC_LOOK_CHUNK;
         for (int64_t i = 0; i < n; i++) hashes[i] = ec_hash(keys[i]);
         ec_find_values(&c->index, keys, hashes, n, known);
-        for (int64_t i = 0; i < n; i++)
-            if (known[i] >= 0) EC_PREFETCH_WRITE(&EC_KNOWN(c, known[i]));
+        int64_t fresh = 0;
+        for (int64_t i = 0; i < n; i++) {
+            if (known[i] >= 0) {
+                EC_PREFETCH_WRITE(&EC_KNOWN(c, known[i]));
+                continue;
+            }
+            if (fresh < c->unused.size) EC_PREFETCH_WRITE(&EC_KNOWN(c, EC_AT(c->unused, uint32_t, c->unused.size - 1 - fresh)));
+            new_keys[fresh] = keys[i];
+            new_hashes[fresh++] = hashes[i];
+        }
+        ec_find_values(&s->cache.index, new_keys, new_hashes, fresh, slots);
+        fresh = 0;
         for (int64_t i = 0; part->status == EC_OK && i < n; i++)
-            part->status = ec_look_note(l, s, part, uses, keys[i], hashes[i], known[i]);
+            part->status = ec_look_note(l, c, part, uses, keys[i], hashes[i], known[i], known[i] < 0 ? slots[fresh++] : -1);
     }
 }
 

@@ -17,6 +17,20 @@ static inline void ec_place_ask_seats(const ec_work *w, const ec_cache *c, int64
         if (w->slot[u] >= 0) EC_PREFETCH_WRITE(&c->seats[w->slot[u]]);
 }
 
+/* The same for what the batch's notice says of the EC_AHEAD uniques from `from` on, which are table t's. */
+static inline void ec_place_ask_foreseen(const ec_work *w, const ec_cache *c, int64_t t, int64_t from, int64_t end) {
+    const ec_coming *coming = &c->policy.coming;
+    const ec_notice *notice = &EC_NOTICE(coming, w->notice);
+    const int64_t begin = w->offsets[t], last = notice->count + begin < end ? notice->count + begin : end;
+    const int64_t to = from + EC_AHEAD < last ? from + EC_AHEAD : last;
+    for (int64_t u = from; u < to; u++) {
+        EC_PREFETCH_WRITE(&EC_KNOWN(coming, notice->uses[u - begin].known));
+        if (w->slot[u] < 0) continue;
+        EC_PREFETCH_WRITE(&coming->of_slot[w->slot[u]]);
+        EC_PREFETCH_WRITE(&c->policy.queues.links[w->slot[u]]);
+    }
+}
+
 /* The same for those that are not resident: where they will be put into the index, and their rows' flags. */
 static inline void ec_place_ask_others(const ec_work *w, const ec_side *s, int64_t from, int64_t end) {
     const int64_t to = from + EC_AHEAD < end ? from + EC_AHEAD : end;
@@ -83,6 +97,7 @@ static inline uint32_t ec_place_take(ec_work *w, int64_t t, int64_t u, uint32_t 
 /* Two looks ahead at a victim: its slot and seat; then, as that says which, its index bucket and its host row. */
 static inline void ec_place_prefetch_slot(const ec_cache *c, uint32_t victim) {
     EC_PREFETCH_WRITE(&c->slots[victim]);
+    if (c->policy.kind == EC_LOOKAHEAD) EC_PREFETCH_WRITE(&c->policy.coming.of_slot[victim]);
     EC_PREFETCH_WRITE(&c->seats[victim]);
 }
 
@@ -142,13 +157,16 @@ static void ec_phase_place(void *context, int64_t t) {
         if ((u - begin) % EC_AHEAD == 0) {
             ec_place_ask_seats(w, c, u + EC_AHEAD, end);
             if (misses > 0) ec_place_ask_others(w, s, u + EC_AHEAD, end);
+            if (w->notice != EC_NO_NOTICE) ec_place_ask_foreseen(w, c, t, u + EC_AHEAD, end);
         }
         if (!w->admitted[u]) continue;
+        const ec_when use = w->notice == EC_NO_NOTICE ? EC_NEVER_USED : ec_place_foreseen(w, c, t, u);
+        if (use.notice != EC_NO_NOTICE) c->policy.coming.expected = EC_USE(&c->policy.coming, use).known;
         if (w->slot[u] < 0) w->slot[u] = ec_place_next(w, t, u, taken++, need, victims);
         else if (need == 0) ec_cache_pin(c, (uint32_t)w->slot[u]);
         const uint32_t slot = (uint32_t)w->slot[u];
         if (w->notice == EC_NO_NOTICE) EC_PUSH(p->touches, ec_stood, ec_policy_touch(&c->policy, c->seats, slot));
-        else EC_PUSH(p->touches, ec_stood, ec_policy_touch_seen(&c->policy, c->seats, slot, ec_place_foreseen(w, c, t, u)));
+        else EC_PUSH(p->touches, ec_stood, ec_policy_touch_seen(&c->policy, c->seats, slot, use));
     }
     if (w->notice == EC_NO_NOTICE) return;
     ec_sight_spend_rest(ec_policy_sight(&c->policy, c->seats), w->notice);

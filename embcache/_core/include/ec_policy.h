@@ -121,7 +121,7 @@ static inline int ec_policy_grow(ec_policy *p, int64_t capacity) {
 
 /* A slot gets a key, which it keeps until ec_policy_depart(). It has no standing then. */
 static inline void ec_policy_arrive(ec_policy *p, uint32_t slot, int64_t key, uint64_t hash) {
-    if (p->kind == EC_LOOKAHEAD) ec_coming_attach(&p->coming, slot, ec_coming_find(&p->coming, key, hash));
+    if (p->kind == EC_LOOKAHEAD) ec_coming_attach(&p->coming, slot, ec_coming_recall(&p->coming, key, hash));
 }
 
 static inline void ec_policy_depart(ec_policy *p, uint32_t slot) {

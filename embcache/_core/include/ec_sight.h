@@ -181,13 +181,19 @@ static void ec_sight_choose(const ec_sight s, int64_t n, uint32_t *victims, ec_v
         if (notice->held_count == 0) continue;
         while (notice->held[notice->top] == 0) notice->top--;
         for (int64_t word = notice->top; got < n && word >= 0; word--) {
-            for (uint64_t rest = notice->held[word]; got < n && rest;) {
-                const int bit = 63 - __builtin_clzll(rest);
-                rest &= ~((uint64_t)1 << bit);
-                const uint32_t slot = EC_KNOWN(s.coming, notice->uses[word << 6 | bit].known).slot;
-                if (s.seats[slot].pins > 0) continue;
-                EC_PUSH(*stood, ec_stood, ec_sight_leave(s, slot));
-                victims[got++] = slot;
+            uint32_t slots[64];
+            int found = 0;
+            for (uint64_t rest = notice->held[word]; rest; rest &= ~((uint64_t)1 << (63 - __builtin_clzll(rest))))
+                EC_PREFETCH_READ(&EC_KNOWN(s.coming, notice->uses[word << 6 | (63 - __builtin_clzll(rest))].known));
+            for (uint64_t rest = notice->held[word]; rest; rest &= ~((uint64_t)1 << (63 - __builtin_clzll(rest)))) {
+                slots[found] = EC_KNOWN(s.coming, notice->uses[word << 6 | (63 - __builtin_clzll(rest))].known).slot;
+                EC_PREFETCH_WRITE(&s.coming->of_slot[slots[found]]);
+                EC_PREFETCH_WRITE(&s.seats[slots[found++]]);
+            }
+            for (int k = 0; got < n && k < found; k++) {
+                if (s.seats[slots[k]].pins > 0) continue;
+                EC_PUSH(*stood, ec_stood, ec_sight_leave(s, slots[k]));
+                victims[got++] = slots[k];
             }
         }
     }

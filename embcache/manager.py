@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ._core.door import Door
+from ._core.doors import Doors
 from ._core.notice import Notice
 from ._core.plan import Plan
 from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapManager
@@ -37,15 +38,18 @@ from .layout import FlatBatch, TableLayout
 from .optim import EmbOptimizer
 from .savable import Savable
 from .savejob import SaveJob
-from .saving import doors_of
 from .swapinfo import SwapInfo
 from .table import initializer_spec
 from .timeline import Timeline
 from .view import TableView
 
-__all__ = ["EmbCacheManager"]
+__all__ = ["EmbCacheManager", "Held"]
 
 LOG = logging.getLogger("embcache")
+
+# Tables, planner, counters before this planner's, and what a delta would change: path, generation, when it was made, module path.
+Saved = tuple[str, int, float | None, str]
+Held = tuple[list[Table], SwapManager, list[dict[str, int]], Saved | None]
 
 DEFAULT_OPTIMIZER = Adagrad(lr=0.01)
 FREE_MEMORY_SHARE = 0.6
@@ -150,9 +154,13 @@ class EmbCacheManager(Savable):
         self._worker_thread: int | None = None
         self._queued = 0
         self._optimizer: EmbOptimizer | None = None
-        self.saving: SaveJob | None = None  # set inside the door
-        # Path, generation, when it was made, module path: what a delta would change.
-        self.saved: tuple[str, int, float | None, str] | None = None
+        self.saved: Saved | None = None
+
+    @property
+    def saving(self) -> SaveJob | None:
+        """The save under way."""
+        job: SaveJob | None = self.door.saving
+        return job
 
     @property
     def policy(self) -> str:
@@ -321,23 +329,28 @@ class EmbCacheManager(Savable):
         ------
         Those of `plan`; and whatever keeps rows from moving, in which case the plan is abandoned.
         """
-        saving = self.saving
+        saving = self.door.saving
         if saving is not None:
             saving.wait_for_room()
         # A queue is drained by a worker that needs the lock, so waiting for it must happen outside.
         info = self.plan(batch, notice) if self._queued else None
+        flat = self.layout.flatten(as_jagged_features(batch)) if info is None else info.flat
         with self.door.planning:
-            if info is None:
-                info = self._plan_flat(self.layout.flatten(as_jagged_features(batch)), notice)
+            last = self.planner.step
             try:
+                if info is None:
+                    info = self._plan_flat(flat, notice)
                 self.complete_abandoned()
                 self._swap_out(info.plan)
                 self._swap_in(info.plan)
                 self.let_slots_move(info)
+                return info
             except BaseException:
-                self.abandon(info)
+                if info is not None:
+                    self.abandon(info)
+                elif self.planner.step > last:  # a signal, between the plan and whoever was to have it
+                    self.planner.cancel(self.planner.outstanding[-1])
                 raise
-            return info
 
     def plan_ahead(self, flat: FlatBatch, timeline: Timeline, number: int, notice: Notice | None = None) -> SwapInfo:
         """`plan_and_move` of a flattened batch while earlier ones train: rows move on the side stream.
@@ -368,7 +381,7 @@ class EmbCacheManager(Savable):
 
     def _plan(self, batch: Any, notice: Notice | None = None) -> SwapInfo:
         flat = self.layout.flatten(as_jagged_features(batch))
-        saving = self.saving
+        saving = self.door.saving
         if saving is not None:
             saving.wait_for_room()
         with self.door.planning:
@@ -568,9 +581,16 @@ class EmbCacheManager(Savable):
         self._check_turn(plan, "swapped_out")
         if plan.misses:
             self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
-        self.planner.mark_swapped_in(plan)
-        if self.saving is not None:
-            self.saving.comes_in(self, plan)
+        saving = self.saving
+        if saving is None:
+            self.planner.mark_swapped_in(plan)
+        else:
+            try:
+                self.planner.mark_swapped_in(plan)
+                saving.comes_in(self, plan)
+            except BaseException as error:  # a signal: what was to be copied out may not be
+                saving.spoil(error)
+                raise
         self.door.changes += 1
 
     def _check_turn(self, plan: Plan, state: str) -> None:
@@ -633,8 +653,9 @@ class EmbCacheManager(Savable):
                 self._swap_out(plan)
             if plan.state == "swapped_out":
                 self._swap_in(plan)
-            self.planner.finish(plan)
-            self.door.changes += 1
+            if plan.state == "swapped_in":  # not so where a signal came before the next statement but one
+                self.planner.finish(plan)
+                self.door.changes += 1
             del self._abandoned[0]
 
     def finish_late(self, info: SwapInfo) -> None:
@@ -769,7 +790,7 @@ class EmbCacheManager(Savable):
         PlanError
             A plan is outstanding.
         """
-        with doors_of({"": self}):
+        with Doors([self.door]):
             self.check_between_steps("rebalance")
             if self._hbm_bytes is None:
                 return
@@ -855,17 +876,10 @@ class EmbCacheManager(Savable):
                         "table %r: its directory does not name generation %d: %s", table.name, generation, error
                     )
 
-    def wait_for_save(self) -> None:
-        """Wait until no save is under way. Not inside the door, which the save needs."""
-        self.door.check_process()
-        job = self.saving
-        if job is not None:
-            job.done.wait()
-
     def before_change(self, table: int, keys: np.ndarray) -> None:
         """Keys of a table are about to be changed by hand. Inside the door."""
-        if self.saving is not None:
-            self.saving.changes(self, table, keys)
+        if self.door.saving is not None:
+            self.door.saving.changes(self, table, keys)
 
     def fresh_table(self, t: int) -> Table:
         """An empty table like table `t`, or that one where it lies in files and is empty.
@@ -891,18 +905,22 @@ class EmbCacheManager(Savable):
         planner.set_bases(self.buffer.bases)
         return planner
 
+    @property
+    def held(self) -> Held:
+        """What it holds now, for `hold`."""
+        return self.host_tables, self.planner, self._past, self.saved
+
     def take_over(self, tables: list[Table], planner: SwapManager) -> None:
         """Put `tables` and `planner`, as `fresh_table` and `fresh_planner` gave them, in the places of the present ones."""
-        self._past = self._totals()
-        old_tables, old_planner = self.host_tables, self.planner
-        planner.adopt_notices(old_planner)
-        self.host_tables = tables
-        self.planner = self.door.planner = planner
+        self.hold((tables, planner, self._totals(), None))
+
+    def hold(self, held: Held) -> None:
+        """Hold other tables and another planner, or those of before again. Nothing is closed."""
+        if held[1] is not self.planner:
+            held[1].adopt_notices(self.planner)
+        self.host_tables, self.planner, self._past, self.saved = held
+        self.door.planner = self.planner
         self.door.changes += 1
-        old_planner.close()
-        for old, new in zip(old_tables, tables, strict=True):
-            if old is not new:
-                old.close()
 
     def move(self, device: str | torch.device) -> None:
         """Move the buffer (never the tables) to another device.
@@ -964,7 +982,7 @@ class EmbCacheManager(Savable):
             A directory could not be written; the first error of several. Everything else is closed. A table whose disk is full stays
             open: close again when there is room. One whose directory failed for good is closed and unclean.
         """
-        self.wait_for_save()
+        self.door.wait_for_save()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown(wait=threading.get_ident() != self._worker_thread)

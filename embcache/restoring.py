@@ -1,32 +1,47 @@
 """Restoring managers from a checkpoint: filled beside what they hold, and put in its place at the end.
 
 Everything that may fail happens on fresh tables and fresh planners: bytes that do not match their digest, a table of another
-dim, no memory. Then all managers take over what was made for them, which cannot fail. A file-backed table cannot exist twice:
+dim, no memory. Then the dense part, the optimizers and all managers take over what was made for them, all or none: what they had is
+kept until the last has, and put back where one refuses or a signal comes in between. A file-backed table cannot exist twice:
 its directory must hold no row yet, and a restore that fails empties it again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ._core.doors import Doors
 from ._core.swap import SwapManager
 from ._core.table import Table
 from .checkpoint import Reader, RestoreReport, TableDescription, fill, holding, row_batches
 from .errors import ConfigError, CorruptionError
 from .filterfile import SKETCHES, meaning, merged_numbers, sketch_name
-from .saving import check_names, describe, doors_of, path_of
+from .saving import check_names, describe, path_of
 from .values import decode
 
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
 
-__all__ = ["restore_managers"]
+__all__ = ["Dense", "restore_managers"]
 
 _ROWS = 1 << 16
+
+
+class Dense(Protocol):
+    """The part of a model that is not in its collections."""
+
+    def check(self, values: Any) -> None:
+        """`ConfigError` where a state_dict, None where there is none, does not fit. Changes nothing."""
+
+    def load(self, values: Any) -> None:
+        """Take it over; whatever raises may leave half of it."""
+
+    def put_back(self) -> None:
+        """Have the values of before `load` again; nothing where it was not called."""
 
 
 class _Prepared:
@@ -54,6 +69,9 @@ class _Prepared:
         self.planner.start_at(max(steps, default=0))
 
     def discard(self) -> None:
+        """Throw away what was made, unless the manager has taken it over."""
+        if self.planner is self.manager.planner:
+            return
         if self.planner is not None:
             self.planner.close()
         for old, fresh in zip(self.manager.host_tables, self.tables, strict=False):
@@ -78,16 +96,12 @@ def restore_managers(
     path: str | os.PathLike[str],
     managers: Mapping[str, EmbCacheManager],
     generation: int | None = None,
-    check_model: Callable[[Any], None] | None = None,
-) -> tuple[RestoreReport, Any]:
-    """Restore all `managers`, by module path; see `EmbCacheManager.restore`.
-
-    `check_model` looks at the dense state_dict, None where there is none, and raises where it does not fit; it is returned beside the
-    report, for the caller to load.
-    """
+    dense: Dense | None = None,
+) -> RestoreReport:
+    """Restore all `managers`, by module path, and what a model has beside them; see `EmbCacheManager.restore`."""
     where = path_of(path)
     check_names(managers)
-    with doors_of(managers):
+    with Doors(manager.door for manager in managers.values()):
         for manager in managers.values():
             manager.check_between_steps("restore")
         for reader, skipped in holding(where, generation):
@@ -99,9 +113,11 @@ def restore_managers(
                     one.fill(reader, report)
                 report.state = _value(reader, "state")
                 model = _value(reader, "model")
-                if check_model is not None:
-                    check_model(model)
-                _load_optimizers(managers, _value(reader, "optimizers") or {})
+                if dense is not None:
+                    dense.check(model)
+                optimizers = _value(reader, "optimizers") or {}
+                report.count(reader)
+                _exchange(where, reader, prepared, optimizers, None if model is None else dense, model)
             except CorruptionError as error:
                 _discard(prepared)
                 if generation is not None:
@@ -111,10 +127,7 @@ def restore_managers(
             except BaseException:
                 _discard(prepared)
                 raise
-            report.count(reader)
-            for one in prepared:
-                one.publish(where, reader)
-            return report, model
+            return report
     raise AssertionError("holding() ends by raising")
 
 
@@ -184,15 +197,35 @@ def _value(reader: Reader, name: str) -> Any:
     return decode(reader.state(f"{name}.json"), content, f"generation {reader.generation}, {name}")
 
 
-def _load_optimizers(managers: Mapping[str, EmbCacheManager], states: dict[str, Any]) -> None:
-    """Give each collection's optimizer its step count and hyper-parameters; all of them, or none."""
-    before: list[tuple[EmbCacheManager, Any]] = []
+def _exchange(
+    where: str,
+    reader: Reader,
+    prepared: list[_Prepared],
+    optimizers: dict[str, Any],
+    dense: Dense | None,
+    values: Any,
+) -> None:
+    """Have everything take over what was made for it, or nothing: `dense`, the optimizers by module path, the managers."""
+    managers = [one.manager for one in prepared]
+    before = [(manager, manager.held, manager.optimizer_state()) for manager in managers]
     try:
-        for module, manager in managers.items():
-            if states.get(module) is not None:
-                before.append((manager, manager.optimizer_state()))
-                manager.load_optimizer_state(states[module])
+        if dense is not None:
+            dense.load(values)
+        for one in prepared:
+            if optimizers.get(one.module) is not None:
+                one.manager.load_optimizer_state(optimizers[one.module])
+        for one in prepared:
+            one.publish(where, reader)
     except BaseException:
-        for manager, state in before:
-            manager.load_optimizer_state(state)
+        for manager, held, state in before:
+            manager.hold(held)
+            if state is not None:
+                manager.load_optimizer_state(state)
+        if dense is not None:
+            dense.put_back()
         raise
+    for one, (_, (tables, planner, *_), _) in zip(prepared, before, strict=True):
+        planner.close()
+        for old, new in zip(tables, one.tables, strict=True):
+            if old is not new:
+                old.close()

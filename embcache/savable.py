@@ -132,4 +132,4 @@ class Savable:
             A plan is outstanding.
         HostMemoryError, DiskFullError, StorageError
         """
-        return restore_managers(path, self.saved_managers(), generation)[0]
+        return restore_managers(path, self.saved_managers(), generation)

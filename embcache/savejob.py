@@ -9,21 +9,25 @@ what is copied is at most what training touches while the save goes on. The swee
 
 Memory: one byte a row, and the copies, which are written first. Above `KEPT_BYTES` of them the next batch waits to be planned.
 Should the save fail, the tables get their changes back, and the next delta has them.
+
+Ctrl-C may come between any two statements. So whatever has an effect comes behind a statement that would end the save (`SaveJob.end`,
+which may be called again where it was interrupted itself), locks are taken by ``with`` on compiled locks alone, and a generation is
+published only if as many rows were written as were listed at the cut: a row that was read and not written is missed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._core.cut import CHANGED, IN, Cut, changed_rows, next_period, touched_rows, trained_step
+from ._core.doors import Latch
 from .checkpoint import TableDescription, Writer, batches_of_rows, prune_after
-from .errors import EmbCacheError
+from .errors import ChangedError, EmbCacheError
 from .filterfile import SKETCHES, meaning, sketch_name
 from .pace import Pace
 
@@ -67,6 +71,8 @@ class Part:
         `IN`: the row is in the cut and has not been read yet; `CHANGED`: it had changed at the cut.
     left : int
         How many have not been read.
+    listed, written : int
+        How many are in the cut, and how many of them have been written.
     """
 
     def __init__(self, manager: EmbCacheManager, module: str, t: int, description: TableDescription) -> None:
@@ -74,7 +80,7 @@ class Part:
         self.core = manager.host_tables[t]
         self.tracked, self.whole = self.core.tracked, True
         self.members = np.empty(0, np.uint8)
-        self.left = 0
+        self.left = self.listed = self.written = 0
         self.order: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, bool))
         self.log: np.ndarray | None = None
         self.erased = np.empty(0, np.int64)
@@ -99,7 +105,8 @@ class Part:
         """List what is to be written. Nothing changes."""
         self.whole = whole
         cut = Cut(self.manager.planner, self.t)
-        self.members, self.left = cut.members(changed=not whole)
+        self.members, self.listed = cut.members(changed=not whole)
+        self.left = self.listed
         self.order = self.core.save_order()
         if not whole:
             assert self.log is not None
@@ -175,7 +182,17 @@ class SaveJob:
 
     Notes
     -----
-    `start` in one thread, then `run` in one thread. `comes_in` and `changes` are called inside a manager's door.
+    `start` in one thread, then `run` in one thread, and `end` wherever one of them may have been left by a signal. `comes_in` and
+    `changes` are called inside a manager's door.
+
+    Attributes
+    ----------
+    done : Latch
+        Open from the end on, whichever it is.
+    unclaimed : lock
+        Free until a thread has taken charge of `run`.
+    not_pruned : Exception or None
+        Why older generations could not be removed after this one was saved.
     """
 
     def __init__(
@@ -188,10 +205,13 @@ class SaveJob:
         self.rows = 0
         self.rows_written = 0
         self.not_pruned: Exception | None = None
-        self.done = threading.Event()
+        self.done = Latch()
+        self.unclaimed = threading.Lock()
         self._pace = Pace()
         self._values: dict[str, tuple[bytes, bytes]] = {}
-        self._room = threading.Condition()  # guards what follows
+        self._counting = False  # whether the tables may count changes from this cut on
+        self._room = threading.Lock()  # guards what follows
+        self._less = Latch()  # opens when the copies have become fewer, or nobody needs to wait for it
         self._held = 0
         self._failure: BaseException | None = None
 
@@ -217,28 +237,29 @@ class SaveJob:
             part.cut(part.description.name not in partial)
         self.rows = sum(part.left for part in self.parts)
         self._values = values
-        writer = Writer(self.path)
         try:
-            self.generation = writer.begin(parent=parent, metadata={"steps": steps}, expected_bytes=expected_bytes)
+            self.writer = Writer(self.path)
+            self.generation = self.writer.begin(parent=parent, metadata={"steps": steps}, expected_bytes=expected_bytes)
             for part in self.parts:
                 about: dict[str, Any] = {"table": part.core.name, "module": part.module}
                 rule = part.manager.layout.tables[part.t].admit_and_evict
                 if rule is not None:
                     about["filter"] = meaning(rule)
-                writer.table(part.description, whole=part.whole, metadata=about)
+                self.writer.table(part.description, whole=part.whole, metadata=about)
             for manager in self.managers.values():
                 for plan in manager.planner.outstanding:
                     if plan.state == "swapped_in":  # its batch may be training
                         self._keep_plan(manager, plan)
+            for manager in self.managers.values():
+                manager.door.saving = self
+            self._counting = True
+            for part in self.parts:
+                part.core.mark_saved()
+            for manager in self.managers.values():
+                next_period(manager.planner)
         except BaseException:
-            writer.close()
+            self.end()
             raise
-        self.writer = writer
-        for part in self.parts:
-            part.core.mark_saved()
-        for manager in self.managers.values():
-            next_period(manager.planner)
-            manager.saving = self
 
     # ----------------------------------------------------------------------------------------------- ahead of training
 
@@ -246,26 +267,37 @@ class SaveJob:
         """The rows of a plan are in their slots, and its batch is about to train: copy out what it concerns."""
         self._pace.note_step()
         if self._failure is None:
-            with self._failing():
-                self._keep_plan(manager, plan)
+            self._aside(lambda: self._keep_plan(manager, plan))
 
     def changes(self, manager: EmbCacheManager, t: int, keys: np.ndarray) -> None:
         """Keys of a table, which no unfinished plan uses, are about to be changed by hand: copy out their rows."""
-        if self._failure is not None:
-            return
-        with self._failing():
-            for part in self.parts:
-                if part.manager is manager and part.t == t and part.left:
-                    rows = part.core.find(np.unique(keys))
-                    self._keep(part, rows[rows >= 0])
+        if self._failure is None:
+            self._aside(lambda: self._keep_keys(manager, t, keys))
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """What goes wrong here is the save's trouble, not the trainer's."""
+    def _aside(self, keep: Callable[[], None]) -> None:
+        """Copy out. What goes wrong is the save's trouble, not the trainer's; a signal is everybody's."""
         try:
-            yield
+            keep()
         except (EmbCacheError, MemoryError) as error:
             self.fail(error)
+        except BaseException as error:
+            self.spoil(error)
+            raise
+
+    def spoil(self, error: BaseException) -> None:
+        """Give the save up, as a thread that was to copy rows out has been interrupted and may have lost some."""
+        failure = ChangedError(
+            f"generation {self.generation} at {self.path}: {type(error).__name__} came while rows were copied out that a batch was about to "
+            "change; save again"
+        )
+        failure.__cause__ = error
+        self.fail(failure)
+
+    def _keep_keys(self, manager: EmbCacheManager, t: int, keys: np.ndarray) -> None:
+        for part in self.parts:
+            if part.manager is manager and part.t == t and part.left:
+                rows = part.core.find(np.unique(keys))
+                self._keep(part, rows[rows >= 0])
 
     def _keep_plan(self, manager: EmbCacheManager, plan: Plan) -> None:
         for part in self.parts:
@@ -284,64 +316,81 @@ class SaveJob:
 
     def wait_for_room(self) -> None:
         """Wait while the copies are too many: to be called before a batch is planned, outside of the door."""
-        if self._held > KEPT_BYTES:
+        while True:
             with self._room:
-                self._room.wait_for(lambda: self._held <= KEPT_BYTES or self._failure is not None or self.done.is_set())
+                if self._held <= KEPT_BYTES or self._failure is not None or self.done.is_open:
+                    return
+                less = self._less
+            less.wait()
 
     def fail(self, error: BaseException) -> None:
         """Give the save up; `run` raises `error`."""
         with self._room:
             self._failure = self._failure or error
-            self._room.notify_all()
+            self._less.open()
 
     # --------------------------------------------------------------------------------------------------------- writing
 
     def run(self) -> int:
         """Write everything and publish it; returns the generation."""
-        writer = self.writer
-        assert writer is not None
         try:
-            with writer:
-                for part in self.parts:
-                    self._write_table(writer, part)
-                for name, (text, tensors) in self._values.items():
-                    writer.write_state(f"{name}.json", text)
-                    if tensors:
-                        writer.write_state(f"{name}.safetensors", tensors)
-                self._check()
-                writer.commit()
-                writer.publish()
-        except BaseException as error:
-            self.fail(error)
-            for part in self.parts:
-                with part.manager.door:
-                    part.give_back()
-            raise
-        else:
+            self._write()
             for module, manager in self.managers.items():
                 with manager.door:
                     manager.note_saved(self.path, self.generation, module)
             self.not_pruned = prune_after(self.path, self.keep, self.generation)
             return self.generation
+        except BaseException as error:
+            self.fail(error)
+            raise
         finally:
-            self.close()
+            self.end()
 
-    def close(self) -> None:
-        """The end, either way: nobody waits for it any more."""
+    def end(self) -> None:
+        """The end, either way: nobody waits for it any more. Where it is not saved, the tables get their changes back.
+
+        Again does nothing, and what an interrupted call has left.
+        """
+        if self.writer is not None:
+            self.writer.close()
         for manager in self.managers.values():
             with manager.door.lock:
-                if manager.saving is self:
-                    manager.saving = None
-        for part in self.parts:
-            part.kept, part.members = [], np.empty(0, np.uint8)
-        self.done.set()
+                if manager.door.saving is not self:
+                    continue
+                if self._counting and (manager.saved is None or manager.saved[:2] != (self.path, self.generation)):
+                    for part in self.parts:
+                        if part.manager is manager:
+                            part.give_back()
+                manager.door.saving = None
         with self._room:
+            for part in self.parts:
+                part.kept, part.members = [], np.empty(0, np.uint8)
             self._held = 0
-            self._room.notify_all()
+            self._less.open()
+        self.done.open()
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _write(self) -> None:
+        """All of it, up to the manifest."""
+        assert self.writer is not None
+        with self.writer as writer:
+            for part in self.parts:
+                self._write_table(writer, part)
+            for name, (text, tensors) in self._values.items():
+                writer.write_state(f"{name}.json", text)
+                if tensors:
+                    writer.write_state(f"{name}.safetensors", tensors)
+            self._check()
+            for part in self.parts:
+                if part.written != part.listed:
+                    raise AssertionError(
+                        f"table {part.core.name!r}: {part.written} rows were written of {part.listed} in the cut"
+                    )
+            writer.commit()
+            writer.publish()
 
     def _write_table(self, writer: Writer, part: Part) -> None:
         if len(part.erased):
@@ -362,11 +411,13 @@ class SaveJob:
                     part.read(rows, writer.rows_to_fill(part.description, len(rows)))
             if len(rows):
                 writer.write_filled(part.description, len(rows))
-                self.rows_written += len(rows)
+                self._count(part, len(rows))
         self._check()
+        with part.manager.door:  # whoever has read rows in there has put them down by now
+            left = part.left
         self._write_kept(writer, part)
-        if part.left:
-            raise AssertionError(f"table {part.core.name!r}: {part.left} rows of the cut were not found again")
+        if left:
+            raise AssertionError(f"table {part.core.name!r}: {left} rows of the cut were not found again")
         if part.filter is not None:
             self._write_filter(writer, part, part.filter)
 
@@ -383,7 +434,7 @@ class SaveJob:
         if count:
             columns: dict[str, Any] = {name: array[:count] for name, array in arrays.items()}
             writer.write_rows(part.description, **columns)
-            self.rows_written += count
+            self._count(part, count)
 
     def _write_kept(self, writer: Writer, part: Part) -> None:
         """Write the copies: small ones together, so that they make whole chunks."""
@@ -401,11 +452,16 @@ class SaveJob:
             if len(some) > 1:
                 columns = {name: np.concatenate([arrays[name] for arrays in some]) for name in some[0]}
             writer.write_rows(part.description, **columns)
-            self.rows_written += count
+            self._count(part, count)
             with self._room:
                 self._held -= sum(array.nbytes for arrays in some for array in arrays.values())
-                self._room.notify_all()
+                self._less.open()
+                self._less = Latch()
             self._pace.pause(hurry=self._held > KEPT_BYTES // 2)
+
+    def _count(self, part: Part, rows: int) -> None:
+        part.written += rows
+        self.rows_written += rows
 
     def _write_filter(self, writer: Writer, part: Part, state: dict[str, Any]) -> None:
         for name in SKETCHES:

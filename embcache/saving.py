@@ -18,10 +18,10 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ._core.doors import Doors
 from .checkpoint import TableDescription, delta_pays, generations, number_to_keep
 from .errors import ConfigError, shown
 from .savejob import Part, SaveJob
@@ -31,7 +31,7 @@ from .values import encode
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
 
-__all__ = ["Saving", "check_names", "describe", "doors_of", "path_of", "save_managers"]
+__all__ = ["Saving", "check_names", "describe", "path_of", "save_managers"]
 
 LOG = logging.getLogger("embcache")
 
@@ -83,10 +83,13 @@ class Saving(Future[int]):
         return super().exception(timeout)
 
     def work(self) -> None:
-        """Write it."""
+        """Write it, unless whoever wanted it has been interrupted before this thread began."""
+        if not self._job.unclaimed.acquire(blocking=False):
+            return
         try:
             generation = self._job.run()
         except BaseException as error:
+            self._job.end()
             LOG.error("generation %d at %s was not saved: %s", self.generation, self._job.path, error)
             self.set_exception(error)
         else:
@@ -145,27 +148,6 @@ def path_of(path: str | os.PathLike[str]) -> str:
     return os.path.realpath(given)
 
 
-def doors_of(managers: Mapping[str, EmbCacheManager]) -> ExitStack:
-    """Enter the doors of all managers when none of them is being saved: waits until that is so. To be left by ``with``.
-
-    The doors are taken in one order, whatever the order of `managers`: two threads do not wait for each other.
-    """
-    ordered = sorted(managers.values(), key=id)
-    while True:
-        for manager in ordered:
-            manager.wait_for_save()
-        stack = ExitStack()
-        try:
-            for manager in ordered:
-                stack.enter_context(manager.door)
-        except BaseException:
-            stack.close()
-            raise
-        if all(manager.saving is None for manager in ordered):
-            return stack
-        stack.close()  # another thread was faster
-
-
 def save_managers(
     path: str | os.PathLike[str],
     managers: Mapping[str, EmbCacheManager],
@@ -183,31 +165,43 @@ def save_managers(
     values = {"state": encode(state, "state")}
     if model is not None:
         values["model"] = encode(model, "the model's state_dict()")
-    with doors_of(managers):
-        for manager in managers.values():
-            manager.complete_abandoned()
-        optimizers = {module: manager.optimizer_state() for module, manager in managers.items()}
-        values["optimizers"] = encode(optimizers, "the state of the optimizers")
-        parts = [
-            Part(manager, module, t, describe(manager, t, module))
-            for module, manager in managers.items()
-            for t in range(len(manager.host_tables))
-        ]
-        delta_bytes = [part.note_changes() for part in parts]
-        parent, partial = _base(where, managers, parts, delta_bytes) if delta else (None, set())
-        expected = sum(
-            few if part.description.name in partial else part.full_bytes
-            for part, few in zip(parts, delta_bytes, strict=True)
-        )
-        job = SaveJob(where, managers, parts, most, background)
-        job.start(parent, partial, values, expected)
-    if not background:
-        return job.run()
+    parts: list[Part] = []
+    job = SaveJob(where, managers, parts, most, background)
+    try:
+        with Doors(manager.door for manager in managers.values()):
+            for manager in managers.values():
+                manager.complete_abandoned()
+            optimizers = {module: manager.optimizer_state() for module, manager in managers.items()}
+            values["optimizers"] = encode(optimizers, "the state of the optimizers")
+            parts += [
+                Part(manager, module, t, describe(manager, t, module))
+                for module, manager in managers.items()
+                for t in range(len(manager.host_tables))
+            ]
+            delta_bytes = [part.note_changes() for part in parts]
+            parent, partial = _base(where, managers, parts, delta_bytes) if delta else (None, set())
+            expected = sum(
+                few if part.description.name in partial else part.full_bytes
+                for part, few in zip(parts, delta_bytes, strict=True)
+            )
+            job.start(parent, partial, values, expected)
+        return _in_background(job) if background else job.run()
+    except BaseException:
+        if job.unclaimed.acquire(blocking=False):  # else a thread has it, and brings it to its end
+            job.end()
+        raise
+
+
+def _in_background(job: SaveJob) -> Saving:
+    """Have a thread write it."""
     saving = Saving(job)
     try:
         threading.Thread(target=saving.work, name=f"embcache save {job.generation}").start()
     except RuntimeError:  # the system has no thread left
         saving.work()
+        failure = saving.exception()
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure from None  # a signal, which was this thread's
     return saving
 
 

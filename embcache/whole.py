@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .checkpoint import RestoreReport
 from .errors import ConfigError
@@ -113,11 +114,10 @@ def restore(model: nn.Module, path: str | os.PathLike[str], generation: int | No
         Also where the dense part has other names, shapes or types of tensors; nothing has changed then.
     CorruptionError, PlanError, HostMemoryError, DiskFullError, StorageError
         As `EmbCacheManager.restore`.
+    Whatever the model's own ``load_state_dict`` raises
+        The dense part has its values of before again, and nothing else has changed.
     """
-    report, dense = restore_managers(path, _managers(model), generation, lambda dense: _check_dense(model, dense))
-    if dense is not None:
-        model.load_state_dict(dense)
-    return report
+    return restore_managers(path, _managers(model), generation, _DensePart(model))
 
 
 def _managers(model: nn.Module) -> dict[str, EmbCacheManager]:
@@ -130,27 +130,58 @@ def _managers(model: nn.Module) -> dict[str, EmbCacheManager]:
     return found
 
 
-def _check_dense(model: nn.Module, dense: Any) -> None:
-    """`ConfigError` unless `dense` fits the model; None, of a checkpoint of collections alone, fits one without parameters."""
-    present = model.state_dict()
-    if dense is None:
-        if present:
+class _DensePart:
+    """What a model has beside its collections, for a restore."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: dict[str, Any] | None = None
+
+    def check(self, values: Any) -> None:
+        """None, of a checkpoint of collections alone, fits a model without parameters."""
+        present = self._model.state_dict()
+        if values is None:
+            if present:
+                raise ConfigError(
+                    f"the checkpoint has no dense part, the model has {sorted(present)[:5]!r} ...; restore its collections one by one"
+                )
+            return
+        missing, unknown = sorted(set(present) - set(values)), sorted(set(values) - set(present))
+        if missing or unknown:
             raise ConfigError(
-                f"the checkpoint has no dense part, the model has {sorted(present)[:5]!r} ...; restore its collections one by one"
+                f"the model's dense part is another one: the checkpoint lacks {missing[:5]!r} and has {unknown[:5]!r} besides; build the "
+                "model as it was saved, or restore its collections one by one"
             )
-        return
-    missing, unknown = sorted(set(present) - set(dense)), sorted(set(dense) - set(present))
-    if missing or unknown:
-        raise ConfigError(
-            f"the model's dense part is another one: the checkpoint lacks {missing[:5]!r} and has {unknown[:5]!r} besides; build the model "
-            "as it was saved, or restore its collections one by one"
-        )
-    for name, value in present.items():
-        other = dense[name]
-        if not isinstance(value, torch.Tensor):
-            continue
-        if not isinstance(other, torch.Tensor) or other.shape != value.shape or other.dtype != value.dtype:
-            found = f"{other.dtype} {tuple(other.shape)}" if isinstance(other, torch.Tensor) else type(other).__name__
-            raise ConfigError(
-                f"the model's {name!r} is {value.dtype} {tuple(value.shape)}, in the checkpoint {found}; build the model as it was saved"
-            )
+        for name, value in present.items():
+            other = values[name]
+            if not isinstance(value, torch.Tensor) or is_lazy(value):
+                continue
+            if not isinstance(other, torch.Tensor) or other.shape != value.shape or other.dtype != value.dtype:
+                found = (
+                    f"{other.dtype} {tuple(other.shape)}" if isinstance(other, torch.Tensor) else type(other).__name__
+                )
+                raise ConfigError(
+                    f"the model's {name!r} is {value.dtype} {tuple(value.shape)}, in the checkpoint {found}; build the model as it was "
+                    "saved"
+                )
+
+    def load(self, values: Any) -> None:
+        """After what there is was copied."""
+        self._before = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self._model.state_dict().items()
+            if not is_lazy(value)
+        }
+        self._model.load_state_dict(values)
+
+    def put_back(self) -> None:
+        """By the model's own ``load_state_dict``; where that refuses again, as it has a hook that does, tensor by tensor."""
+        if self._before is None:
+            return
+        try:
+            self._model.load_state_dict(self._before, strict=False)
+        except Exception:
+            with torch.no_grad():
+                for name, value in self._model.state_dict().items():
+                    if isinstance(self._before.get(name), torch.Tensor):
+                        value.copy_(self._before[name])

@@ -9,6 +9,7 @@ cdef class Door:
     cdef readonly object rows     # threading.RLock: rows of unfinished batches, the buffer's memory; taken after `lock`
     cdef readonly object late     # deque of plans that end at the next entry
     cdef public object planner    # SwapManager
+    cdef public object saving     # SaveJob under way, which has a latch `done`, or None; set inside
     cdef public object closed     # bool
     cdef public object changes    # int
     cdef readonly object planning, training

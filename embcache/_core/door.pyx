@@ -37,6 +37,8 @@ cdef class Door:
     ----------
     lock, rows : threading.RLock
     late : deque of Plan
+    saving : SaveJob or None
+        The save under way, which has a latch `done`.
     closed : bool
     changes : int
         Goes up with whatever changes what a reader sees; iterators compare it. Here, since entering may end plans.
@@ -88,6 +90,13 @@ cdef class Door:
                     self.end_late()
             finally:
                 self.lock.release()
+
+    def wait_for_save(self):
+        """Wait until no save is under way. Not inside, where the save needs to get."""
+        self.check_process()
+        job = self.saving
+        if job is not None:
+            job.done.wait()
 
     cdef int enter_planning(self) except -1:
         self.check_process()

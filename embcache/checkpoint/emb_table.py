@@ -34,13 +34,17 @@ def save_emb_table(
     where = os.path.realpath(os.fspath(path))
     full_bytes = len(core) * description.row_bytes
     parent = _parent(table, where, full_bytes) if delta else None
-    with Writer(where) as writer:
-        generation = writer.begin(parent=parent, expected_bytes=0 if parent else full_bytes)
-        version = save_table(writer, core, description, changed=parent is not None)
-        for name, content in (state or {}).items():
-            writer.write_state(name, content)
-        writer.commit()
-        writer.publish()
+    writer = Writer(where)
+    try:
+        with writer:
+            generation = writer.begin(parent=parent, expected_bytes=0 if parent else full_bytes)
+            version = save_table(writer, core, description, changed=parent is not None)
+            for name, content in (state or {}).items():
+                writer.write_state(name, content)
+            writer.commit()
+            writer.publish()
+    finally:
+        writer.close()  # again, should a signal have come into the first one
     # In this order: should a signal come in between, the next delta holds too much and never too little.
     table.note_saved(where, generation, created_of(where, generation))
     core.mark_saved(version)  # where it changed since, what was saved is counted as changed: a waste, no fault

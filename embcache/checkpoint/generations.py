@@ -229,14 +229,12 @@ def _unlink_files(folder: str, gone: set[int], files: Files) -> None:
 
 def _forget(folder: str, needed: set[int], files: Files) -> None:
     """Drop the records of pruned generations, unless a writer is at work, whose commit does it."""
+    lock = RankLock(folder, files)
     try:
-        lock = RankLock(folder, files)
-    except LockedError:
-        return
-    try:
+        lock.take()
         catalogue.check(folder, named=True)
         catalogue.write(folder, [], set(), needed, files)
-    except CorruptionError:
-        pass  # `verify` and the next writer say so; the space in it is lost either way
+    except (LockedError, CorruptionError):
+        pass  # of damage `verify` and the next writer speak; the space in it is lost either way
     finally:
         lock.release()

@@ -46,52 +46,48 @@ def file_system(path: str) -> str:
 
 
 class RankLock:
-    """Held from construction to `release`.
-
-    Raises
-    ------
-    LockedError
-        Another writer, of this process or another, holds the folder; names its process.
-    """
+    """Held from `take` to `release`, which is to be called however `take` has ended."""
 
     def __init__(self, folder: str, files: Files) -> None:
-        path = os.path.join(folder, LOCK)
-        with refusals(path, "locking a checkpoint"):
-            files.point("lock", path)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
-            os.close(self._descriptor)
-            pid = int(text) if text.isdigit() else None
-            raise LockedError(
-                f"{folder}: process {text or 'unknown'} is writing a checkpoint there; wait for it, or give another path",
-                pid=pid,
-            ) from None
-        except OSError as error:
-            os.close(self._descriptor)
-            with refusals(path, "locking a checkpoint"):
-                raise error
-        try:
-            with refusals(path, "locking a checkpoint"):
-                ours = b"%-20d" % os.getpid()
-                if os.pread(self._descriptor, len(ours), 0) != ours:  # else a busy disk's journal would be waited for
-                    os.pwrite(self._descriptor, ours, 0)
-        except BaseException:
-            self.release()
-            raise
+        self._folder, self._files = folder, files
+        self._descriptor = -1
+
+    def take(self) -> None:
+        """Take it, without waiting.
+
+        Raises
+        ------
+        LockedError
+            Another writer, of this process or another, holds the folder; names its process.
+        """
+        path = os.path.join(self._folder, LOCK)
         _held.add(self)
+        with refusals(path, "locking a checkpoint"):
+            self._files.point("lock", path)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
+                self._close()
+                pid = int(text) if text.isdigit() else None
+                raise LockedError(
+                    f"{self._folder}: process {text or 'unknown'} is writing a checkpoint there; wait for it, or give another path",
+                    pid=pid,
+                ) from None
+            ours = b"%-20d" % os.getpid()
+            if os.pread(self._descriptor, len(ours), 0) != ours:  # else a busy disk's journal would be waited for
+                os.pwrite(self._descriptor, ours, 0)
 
     def release(self) -> None:
-        """Give the folder back; again does nothing."""
+        """Give the folder back, if it was taken; again does nothing."""
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()
 
     def _close(self) -> None:
-        os.close(self._descriptor)
-        self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
 
 
 _held: weakref.WeakSet[RankLock] = weakref.WeakSet()

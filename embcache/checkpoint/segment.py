@@ -102,8 +102,8 @@ class SegmentWriter:
             self.files.bypass_cache(self._open[-1], self._path)
             self._helpers = [Helper() for _ in range(_THREADS)]
             self.behind = _THREADS
-        helper = self._helpers.pop(0)
-        self._helpers.append(helper)
+        helper = self._helpers[0]
+        self._helpers = [*self._helpers[1:], helper]  # at no moment one less: each is to be ended
         if helper.busy:
             helper.result()
         helper.start(self.files.write, self._open[-1], [content], offset, self._path)

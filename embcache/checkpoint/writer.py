@@ -200,11 +200,12 @@ class Writer:
         self._make_folders()
         self._lock = RankLock(self.folder, self.files)
         try:
+            self._lock.take()
             self._begin(number, parent, expected_bytes)
+            self._state = _OPEN
         except BaseException:
             self._release()
             raise
-        self._state = _OPEN
         return self.generation
 
     def _make_folders(self) -> None:
@@ -351,7 +352,6 @@ class Writer:
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
     # --------------------------------------------------------------------------------------------------------- content
 

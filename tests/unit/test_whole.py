@@ -174,3 +174,35 @@ def test_a_delta_after_another_way_of_saving_is_a_full_one(tmp_path: Path) -> No
     train(model, dense, range(2))
     ec.save(model, tmp_path / "a", delta=True)
     assert ec.generations(tmp_path / "a")[-1].kind == "delta"
+
+
+def test_a_dense_part_that_refuses_its_values_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    """Names and shapes fit, yet the model's own hook raises, when half of it is loaded already."""
+    model = Model()
+    train(model, torch.optim.SGD(model.parameters(), 0.1), range(3))
+    ec.save(model, tmp_path)
+    train(model, torch.optim.SGD(model.parameters(), 0.1), range(3, 6))
+    ec.save(model, tmp_path)
+    before, saved = everything(model), model.users.manager.saved
+
+    def refuse(module: nn.Module, keys: Any) -> None:
+        raise ValueError("not this one")
+
+    hook = model.top.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(ValueError, match="not this one"):
+        ec.restore(model, tmp_path, 1)
+    assert everything(model) == before and model.users.manager.saved == saved
+    hook.remove()
+    train(model, torch.optim.SGD(model.parameters(), 0.1), range(6, 7))
+    assert ec.save(model, tmp_path, delta=True) == 3
+    assert ec.generations(tmp_path)[-1].kind == "delta"
+    ec.restore(model, tmp_path, 1)
+    assert everything(model) != before
+
+
+def test_layers_that_have_no_shape_yet_take_the_saved_one(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"rows": ec.EmbeddingBagCollection([ec.TableConfig("t", 4)]), "top": nn.Linear(4, 2)})
+    ec.save(model, tmp_path)
+    lazy = nn.ModuleDict({"rows": ec.EmbeddingBagCollection([ec.TableConfig("t", 4)]), "top": nn.LazyLinear(2)})
+    ec.restore(lazy, tmp_path)
+    assert torch.equal(lazy["top"].weight, model["top"].weight)

@@ -1,0 +1,16 @@
+from collections.abc import Iterable
+from typing import final
+
+from embcache._core.door import Door
+
+@final
+class Latch:
+    is_open: bool
+    def open(self) -> None: ...
+    def wait(self) -> None: ...
+
+@final
+class Doors:
+    def __init__(self, doors: Iterable[Door]) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...

@@ -7,6 +7,7 @@ The threads behind it are in `embcache.stages`.
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from .errors import ClosedError, ConfigError, ForkError, PlanError, shown, whole
 from .modules import CachedCollection
 from .stages import Batch, Flow, Source
 from .timeline import STAGES, WAITS, Timeline
+from .traces import write_trace
 
 __all__ = ["TrainPipeline"]
 
@@ -338,6 +340,22 @@ class TrainPipeline:
             "stage_s": {stage: times.seconds[stage] / max(times.counts[stage], 1) for stage in STAGES},
             "wait_s": {wait: times.seconds[wait] / batches for wait in WAITS},
         }
+
+    def trace(self, path: str | os.PathLike[str]) -> int:
+        """Write the stages of the newest batches as Chrome trace events, for Perfetto or ``embcache trace plot``.
+
+        The newest 4,096 stages and waits are kept: some hundred batches. May be called at any time, and replaces the file.
+
+        Returns
+        -------
+        int
+            Stages and waits written.
+
+        Raises
+        ------
+        OSError
+        """
+        return write_trace(path, self.timeline.intervals())
 
     # ------------------------------------------------------------------------------------------------------- its end
 

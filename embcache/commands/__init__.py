@@ -7,8 +7,8 @@ shell is decided in one place (`output.code_of`). Memory is bounded by pieces, w
 
 from __future__ import annotations
 
-from . import contents, copies, differences, directories, exporting, findings, importing, listing
+from . import contents, copies, differences, directories, exporting, findings, importing, listing, traces
 
 __all__ = ["COMMANDS"]
 
-COMMANDS = (listing, findings, contents, differences, directories, exporting, importing, copies)
+COMMANDS = (listing, findings, contents, differences, directories, exporting, importing, copies, traces)

@@ -18,6 +18,8 @@ def print_report(runs: Sequence[Run]) -> None:
         ("test AUC", lambda run: f"{run.auc:.5f}"),
         ("test log loss", lambda run: f"{run.log_loss:.5f}"),
         ("HBM hit rate", lambda run: _optional(run.hit_rate, ".1%")),
+        ("device busy", lambda run: _optional(run.device_busy, ".1%")),
+        ("host work overlapped", lambda run: _optional(run.overlap, ".1%")),
         ("rows swapped in", lambda run: _optional(run.swap_in_rows, ",")),
         ("rows swapped out", lambda run: _optional(run.swap_out_rows, ",")),
         ("MB swapped", lambda run: _optional(None if run.swap_bytes is None else run.swap_bytes / 1e6, ",.1f")),
@@ -26,9 +28,9 @@ def print_report(runs: Sequence[Run]) -> None:
         ("rows/s in training", lambda run: f"{run.rows_per_second:,.0f}"),
         ("seconds of training", lambda run: f"{run.seconds:,.1f}"),
     ]
-    print(f"\n{'':<20}" + "".join(f"{run.name:>16}" for run in runs))
+    print(f"\n{'':<22}" + "".join(f"{run.name:>16}" for run in runs))
     for title, show in lines:
-        print(f"{title:<20}" + "".join(f"{show(run):>16}" for run in runs))
+        print(f"{title:<22}" + "".join(f"{show(run):>16}" for run in runs))
     print(flush=True)
 
 

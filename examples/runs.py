@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,6 +67,8 @@ class Run:
     host_bytes: int
     hbm_bytes: int
     hit_rate: float | None = None
+    device_busy: float | None = None
+    overlap: float | None = None
     swap_in_rows: int | None = None
     swap_out_rows: int | None = None
     swap_bytes: int | None = None
@@ -78,6 +81,24 @@ class Run:
         return self.lookups / self.seconds
 
 
+class Whole(torch.nn.Module):
+    """The dense model and the embeddings: a batch of `Clicks` to (loss, number of rows looked up)."""
+
+    def __init__(self, dense: Dlrm, rows: ec.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.dense, self.rows = dense, rows
+
+    def forward(self, batch: tuple[ec.JaggedFeatures, Clicks]) -> tuple[torch.Tensor, int]:
+        features, clicks = batch
+        logits = self.dense(torch.from_numpy(clicks.dense), self.rows(features).values())
+        return binary_cross_entropy_with_logits(logits, torch.from_numpy(clicks.labels)), clicks.keys.size
+
+
+def _features(batch: Clicks) -> ec.JaggedFeatures:
+    lengths = torch.ones(batch.keys.size, dtype=torch.int64)
+    return ec.JaggedFeatures(batch.features, torch.from_numpy(batch.keys.ravel()), lengths)
+
+
 def run_embcache(
     name: str,
     tables: list[ec.TableConfig],
@@ -86,31 +107,38 @@ def run_embcache(
     setting: Setting,
     checkpoints: Checkpoints | None = None,
 ) -> Run:
-    """Train with the slots that `tables` say (all rows resident where they say nothing)."""
+    """Train with the slots that `tables` say (all rows resident where they say nothing), through a pipeline."""
     model = _dense_model(train, setting)
     ebc = ec.EmbeddingBagCollection(tables, optimizer=setting.sparse_spec())
     dense = setting.dense(model)
-    whole = torch.nn.ModuleDict({"dense": model, "rows": ebc})
+    whole = Whole(model, ebc)
     checkpoints = checkpoints or Checkpoints()
     first = checkpoints.resume(whole, dense, setting)
 
     def after_step(step: int) -> None:
         checkpoints.after_step(step, whole, dense, setting)
 
-    def embed(batch: Clicks) -> torch.Tensor:
-        lengths = torch.ones(batch.keys.size, dtype=torch.int64)
-        return ebc(ec.JaggedFeatures(batch.features, torch.from_numpy(batch.keys.ravel()), lengths)).values()
+    with ec.TrainPipeline(whole, dense) as pipe:
 
-    def hit_rate() -> float:
-        stats = ebc.manager.stats()
-        return stats["hits"] / max(stats["hits"] + stats["misses"], 1)
+        def steps() -> Iterator[tuple[float, int]]:
+            source = ((_features(batch), batch) for batch in _batches(train, setting, first))
+            while True:
+                try:
+                    loss, lookups = pipe.progress(source)
+                except StopIteration:
+                    return
+                yield loss.item(), lookups
 
-    seconds, lookups = _train(name, model, embed, [dense, ebc.optimizer], train, setting, hit_rate, first, after_step)
-    checkpoints.finish()
+        def note() -> str:
+            now = pipe.stats()
+            return f", hit rate {now['hit_rate']:.1%}, device busy {now['device_busy']:.0%}"
+
+        seconds, lookups = _train(name, steps(), train, setting, note, first, after_step)
+        checkpoints.finish()
+        moved = pipe.stats()
     stats = ebc.manager.stats()
-    share = hit_rate()
     ebc.eval()
-    logits = _predict(model, embed, test)
+    logits = _predict(model, lambda batch: ebc(_features(batch)).values(), test)
     run = Run(
         name=name,
         seconds=seconds,
@@ -119,7 +147,9 @@ def run_embcache(
         log_loss=log_loss(test.labels, logits),
         host_bytes=stats["host_bytes"],
         hbm_bytes=stats["hbm_bytes"],
-        hit_rate=share,
+        hit_rate=stats["hits"] / max(stats["hits"] + stats["misses"], 1),
+        device_busy=moved["device_busy"],
+        overlap=moved["overlap"],
         swap_in_rows=stats["swap_in_rows"],
         swap_out_rows=stats["swap_out_rows"],
         swap_bytes=stats["swap_in_bytes"] + stats["swap_out_bytes"],
@@ -142,7 +172,19 @@ def run_stock(name: str, tables: list[ec.TableConfig], train: Clicks, test: Clic
         return embeddings(torch.from_numpy(batch.keys))
 
     optimizers = [setting.dense(model), setting.sparse_stock(list(embeddings.parameters()))]
-    seconds, lookups = _train(name, model, embed, optimizers, train, setting, None)
+
+    def steps() -> Iterator[tuple[float, int]]:
+        for batch in _batches(train, setting, 0):
+            logits = model(torch.from_numpy(batch.dense), embed(batch))
+            loss = binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            yield loss.item(), batch.keys.size
+
+    seconds, lookups = _train(name, steps(), train, setting)
     logits = _predict(model, embed, test)
     return Run(
         name=name,
@@ -161,42 +203,33 @@ def _dense_model(train: Clicks, setting: Setting) -> Dlrm:
     return Dlrm(train.dense.shape[1], len(train.features), setting.dim)
 
 
+def _batches(train: Clicks, setting: Setting, first: int) -> Iterator[Clicks]:
+    """The batches of all epochs in time order, without the first `first`."""
+    every = (batch for _ in range(setting.epochs) for batch in train.batches(setting.batch_size))
+    return itertools.islice(every, first, None)
+
+
 def _train(
     name: str,
-    model: Dlrm,
-    embed: Callable[[Clicks], torch.Tensor],
-    optimizers: list[torch.optim.Optimizer],
+    run: Iterator[tuple[float, int]],
     train: Clicks,
     setting: Setting,
-    hit_rate: Callable[[], float] | None,
+    note: Callable[[], str] = lambda: "",
     first: int = 0,
-    after_step: Callable[[int], None] | None = None,
+    after_step: Callable[[int], None] = lambda step: None,
 ) -> tuple[float, int]:
-    """Train in time order, every epoch alike, without the first `first` steps; return seconds and rows looked up."""
+    """Go through the steps of `run`, which give loss and rows looked up, from step `first` on; return seconds and all rows."""
     steps = setting.epochs * -(-len(train) // setting.batch_size)
     bar = tqdm(total=steps, initial=first, desc=f"{name:>12}", unit="step", disable=None)
-    recent, step, lookups = 0.0, 0, 0
+    recent, lookups = 0.0, 0
     start = time.perf_counter()
-    for _ in range(setting.epochs):
-        for batch in train.batches(setting.batch_size):
-            step += 1
-            if step <= first:
-                continue
-            logits = model(torch.from_numpy(batch.dense), embed(batch))
-            loss = binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            recent = 0.98 * recent + 0.02 * loss.item() if recent else loss.item()
-            lookups += batch.keys.size
-            if after_step is not None:
-                after_step(step)
-            bar.update()
-            if bar.n % 16 == 0 or bar.n == steps:
-                hits = "" if hit_rate is None else f", hit rate {hit_rate():.1%}"
-                bar.set_postfix_str(f"loss {recent:.4f}{hits}", refresh=False)
+    for step, (loss, count) in enumerate(run, first + 1):
+        recent = 0.98 * recent + 0.02 * loss if recent else loss
+        lookups += count
+        after_step(step)
+        bar.update()
+        if bar.n % 16 == 0 or bar.n == steps:
+            bar.set_postfix_str(f"loss {recent:.4f}{note()}", refresh=False)
     seconds = time.perf_counter() - start
     bar.close()
     return seconds, lookups

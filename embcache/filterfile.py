@@ -50,8 +50,9 @@ def pack_as(state: dict[str, Any], step: int, kept: dict[str, Any]) -> bytes:
     head |= {"format": FORMAT, "step": step, "rule": kept}
     head["arrays"] = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
     text = json.dumps(head).encode()
-    parts = [len(text).to_bytes(8, "little"), _padded(text)]
-    parts += [_padded(array.tobytes()) for array in arrays.values()]
+    parts: list[Any] = [len(text).to_bytes(8, "little"), text, bytes(-len(text) % 8)]
+    for array in arrays.values():
+        parts += [np.ascontiguousarray(array).view(np.uint8), bytes(-array.nbytes % 8)]
     return b"".join(parts)
 
 
@@ -103,7 +104,3 @@ def merged_numbers(numbers: list[dict[str, Any]]) -> dict[str, Any]:
         for what, value in one.items():
             merged[what] = max(merged[what], value) if what in merged and isinstance(value, (int, float)) else value
     return merged
-
-
-def _padded(content: bytes) -> bytes:
-    return content + bytes(-len(content) % 8)

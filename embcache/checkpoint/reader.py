@@ -213,21 +213,25 @@ class Reader:
         table = self._table(name)
         if not table.filter:
             return None
-        waiting: list[list[npt.NDArray[np.int64]]] = []
-        late: list[npt.NDArray[np.int64]] = []
-        for place in self._own(table, WAITING, LATE):
+        places = list(self._own(table, WAITING, LATE))
+        waiting = np.empty((3, sum(place.rows for place in places if place.kind == WAITING)), np.int64)
+        held, late = 0, [np.empty(0, np.int64)]
+        for place in places:
             columns = self._read(self._levels[0], place)
             kept = self._mask(place, columns["keys"])
             if place.kind == LATE:
                 late.append(columns["keys"][kept].copy())
-            else:
-                waiting.append([columns[what][kept].copy() for what in ("keys", "frequencies", "timestamps")])
-        none = np.empty(0, np.int64)
-        keys, counts, last = (np.concatenate([none, *(one[i] for one in waiting)]) for i in range(3))
-        order = np.argsort(keys, kind="stable")
-        return FilterState(
-            keys[order], counts[order], last[order], np.sort(np.concatenate([none, *late])), list(table.filter)
-        )
+                continue
+            count = len(columns["keys"][kept])
+            for i, what in enumerate(("keys", "frequencies", "timestamps")):
+                waiting[i, held : held + count] = columns[what][kept]
+            held += count
+        waiting = waiting[:, :held]
+        order = np.argsort(waiting[0], kind="stable")
+        for column in waiting:  # one after the other: there may be many keys
+            column[:] = column[order]
+        keys, counts, last = waiting
+        return FilterState(keys, counts, last, np.sort(np.concatenate(late)), list(table.filter))
 
     def erased(self, name: str) -> npt.NDArray[np.int64]:
         """Keys, in this rank's vshards, that the newest delta says were erased since its parent: int64, sorted."""

@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 from embcache._core.table import Table
+from embcache.checkpoint import Reader, TableDescription, Writer
 from embcache.commands.sources import Pages
+from embcache.config import AdmitAndEvictConfig
+from embcache.filterfile import meaning
 
 MOST_BYTES = 120 << 20
 ROWS, DIM = 180_000, 512
@@ -84,3 +87,30 @@ def test_every_command_takes_a_third_of_the_table_at_most(folder: Path) -> None:
     peaks = {" ".join(step): peak(folder, *step) for step in steps}
     assert {step: size >> 20 for step, size in peaks.items() if size > MOST_BYTES} == {}
     assert sorted(os.listdir(folder)) == ["back", "file.npy", "file.npz", "file.safetensors", "saved", "table"]
+
+
+@pytest.mark.skipif("ASAN_OPTIONS" in os.environ, reason="a sanitizer's own memory is in the figure")
+def test_a_waiting_key_takes_what_its_module_says(tmp_path: Path) -> None:
+    """Keys that wait for admission are in memory as a whole: bytes for each, from few to a million."""
+    description = TableDescription("t", 4, with_filter=True)
+    about = {"table": "t", "module": "", "filter": meaning(AdmitAndEvictConfig(admit_threshold=3))}
+    peaks: dict[str, list[int]] = {"restore": [], "save": [], "compact": []}
+    counts = (1000, 1_000_000)
+    for count in counts:
+        place = tmp_path / str(count)
+        keys = np.random.default_rng(0).permutation(count)
+        with Writer(place / "saved") as writer:
+            writer.begin()
+            writer.table(description, metadata=about)
+            writer.write_filter(description, keys, keys % 3, keys, numbers={"newest": 5})
+            writer.commit()
+            writer.publish()
+        peaks["restore"].append(peak(place, "restore", "saved", "table"))
+        peaks["save"].append(peak(place, "save", "table", "again"))
+        peaks["compact"].append(peak(place, "compact", "again", "small"))
+        with Reader(place / "small") as reader:
+            held = reader.filter("t")
+        assert held is not None and np.array_equal(held.keys, np.arange(count))
+        assert np.array_equal(held.counts, held.keys % 3) and np.array_equal(held.last, held.keys)
+    each = {what: (after - before) / (counts[1] - counts[0]) for what, (before, after) in peaks.items()}
+    assert each["save"] < 35 and each["restore"] < 60 and each["compact"] < 60, each

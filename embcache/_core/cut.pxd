@@ -33,6 +33,7 @@ cdef extern from "ec_cut.h":
     int64_t ec_cut_members(const ec_overlay *o, const ec_side *s, int64_t number, ec_plan **plans, int64_t plan_count, int changed, uint8_t *members) noexcept nogil
     void ec_cut_read(const ec_cut *cut, const ec_side *s, const int64_t *rows, int64_t n, int64_t *keys, int64_t *slots, int64_t *freq, int64_t *last) noexcept nogil
     int64_t ec_cut_dead(const ec_overlay *o, const ec_side *s, int64_t *keys) noexcept nogil
+    int64_t ec_cut_most_touched(const ec_part *p) noexcept nogil
     int64_t ec_cut_touched(const ec_side *s, const ec_part *p, int64_t *rows) noexcept nogil
     int64_t ec_cut_used(const ec_side *s, int64_t *rows) noexcept nogil
     void ec_cut_next_period(ec_side *s) noexcept nogil

@@ -72,7 +72,7 @@ def touched_rows(SwapManager planner not None, Plan plan not None, table):
         t = planner.table_number(table)
         planner.unfinished.index(plan)  # else it has no records
         part = &plan.plan.parts[t]
-        rows = np.empty(part.touches.size + part.deaths.size + 1, np.int64)
+        rows = np.empty(ec_cut_most_touched(part) + 1, np.int64)
         view = rows
         with nogil:
             count = ec_cut_touched(&planner.work.sides[t], part, &view[0])

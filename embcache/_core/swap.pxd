@@ -78,6 +78,7 @@ cdef extern from "ec_plan.h":
     const int EC_FORGOTTEN
     const int EC_BORN
     const int EC_TOTALS
+    const uint32_t EC_LONG_AGO
 
     ctypedef struct ec_side:
         ec_cache cache
@@ -123,6 +124,7 @@ cdef extern from "ec_work.h":
         int64_t sweep_rows
         int avx2
         double bracket
+        uint32_t long_ago
         const uint8_t *clicked
         ec_side *sides
         ec_part *parts

@@ -163,6 +163,7 @@ cdef class SwapManager:
         self.work.sweep_rows = slice_rows
         self.work.avx2 = ec_cpu_has_avx2()
         self.work.bracket = EC_SELECT_BRACKET
+        self.work.long_ago = EC_LONG_AGO
         if count == 0:
             raise ConfigError("tables: none given; a SwapManager needs at least one")
         if len(capacities) != count or len(configs) != count:
@@ -1607,6 +1608,11 @@ def _set_isa(SwapManager manager, str isa):
     """For tests: the clone of a sweep's pass over timestamps, "baseline" or "auto". Returns the one in use from now on."""
     manager.work.avx2 = isa != "baseline" and ec_cpu_has_avx2()
     return "avx2" if manager.work.avx2 else "baseline"
+
+
+def _set_long_ago(SwapManager manager, uint32_t uses):
+    """For tests: a number of uses of slots that need not go by to be many."""
+    manager.work.long_ago = uses
 
 
 def _set_bracket(SwapManager manager, double bracket):

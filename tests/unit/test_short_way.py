@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from embcache._core.plan import Plan
-from embcache._core.swap import SwapManager, _fail_allocation
+from embcache._core.swap import SwapManager, _fail_allocation, _set_long_ago
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig
 from embcache.errors import HbmCapacityError, HostMemoryError
@@ -63,6 +63,8 @@ def test_short_way_and_long_way_plan_alike(seed, threads):
     rng = random.Random(seed)
     capacities = [rng.randint(18, 40) for _ in range(rng.randint(1, 3))]
     short, long = make(capacities, long=False, threads=threads), make(capacities, long=True)
+    if seed % 2:
+        _set_long_ago(short, rng.randint(0, 60))
     open_plans: list[tuple[Plan, Plan]] = []
     failures = hits = 0
     for step in range(160):

@@ -262,10 +262,15 @@ static int64_t ec_cut_dead(const ec_overlay *o, const ec_side *s, int64_t *keys)
     return n;
 }
 
-/* Rows that a plan uses, and those of keys that it has evicted; `rows` has room for touches and deaths. Returns how many. */
+/* At most so many rows does a plan use or evict. */
+static inline int64_t ec_cut_most_touched(const ec_part *p) { return p->touches.size + p->hits.size + p->takes.size + p->deaths.size; }
+
+/* Rows that a plan uses, and those of keys that it has evicted; `rows` has room for ec_cut_most_touched(). Returns how many. */
 static int64_t ec_cut_touched(const ec_side *s, const ec_part *p, int64_t *rows) {
     int64_t n = 0;
     for (int64_t i = 0; i < p->touches.size; i++) rows[n++] = s->cache.slots[EC_TOUCH(p, i).slot].row;
+    for (int64_t i = 0; i < p->hits.size; i++) rows[n++] = s->cache.slots[EC_HIT(p, i).slot].row;
+    for (int64_t i = 0; p->quick && i < p->takes.size; i++) rows[n++] = s->cache.slots[EC_TAKE(p, i).slot].row;
     for (int64_t i = 0; i < p->deaths.size; i++) rows[n++] = EC_GONE(&s->cache, EC_DEATH(p, i).kill.limbo).row;
     return n;
 }

@@ -136,7 +136,7 @@ static int ec_decide(ec_work *w, int64_t t) {
     }
     /* from here on nothing may fail but the birth of rows, whose record has its room already, and the choice of victims */
     if (ec_vec_reserve(&p->births, born, sizeof(ec_birth)) || ec_vec_reserve(&p->takes, admitted - hits, sizeof(ec_take_record)) ||
-        ec_vec_reserve(&p->touches, admitted - p->touches.size, sizeof(ec_stood)) || ec_take_refused() ||
+        ec_vec_reserve(&p->touches, p->quick ? 0 : admitted, sizeof(ec_stood)) || ec_take_refused() ||
         ec_index_reserve(&c->index, admitted - hits))
         return EC_NOMEM;
     return EC_OK;

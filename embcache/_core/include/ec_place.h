@@ -147,7 +147,7 @@ static void ec_phase_place(void *context, int64_t t) {
             if (i % EC_AHEAD == 0) ec_place_ask_missing(w, s, begin + i + EC_AHEAD, begin + misses);
             const int64_t u = w->missing[begin + i];
             const uint32_t slot = ec_place_next(w, t, u, i - spare, need, victims);
-            EC_PUSH(p->touches, ec_stood, ec_policy_date(&c->policy, c->seats, slot, p->choice.version + 1 + (uint64_t)(u - begin)));
+            ec_policy_date(&c->policy, &c->seats[slot], p->choice.version + 1 + (uint64_t)(u - begin));
         }
         return;
     }

@@ -36,6 +36,14 @@ typedef struct {
     int64_t totals[EC_TOTALS];
 } ec_side;
 
+/* A resident that a batch on the short way uses: its slot, and how many uses of any slot ago it was used before. */
+typedef struct {
+    uint32_t slot;
+    uint32_t ago; /* EC_LONG_AGO: the number stands in `long_ago` of the part */
+} ec_hit;
+
+#define EC_LONG_AGO UINT32_MAX
+
 /* Counters of a resident before a batch added to them. */
 typedef struct {
     uint32_t slot;
@@ -67,7 +75,9 @@ typedef struct {
     ec_vec births;  /* of ec_birth */
     ec_vec takes;   /* of ec_take_record, one a swap-in */
     ec_choice choice; /* of victims */
-    ec_vec touches; /* of ec_stood, one an admitted key: also the list of the plan's pins */
+    ec_vec touches; /* of ec_stood, one an admitted key: also the list of the plan's pins. Of the long way */
+    ec_vec hits;    /* of ec_hit: the same of the short way, beside the takes */
+    ec_vec long_ago; /* of uint64_t */
     int seen;         /* whether the uses of notice `notice` are spent: it told of this batch */
     uint32_t notice;
     int64_t newest_before;
@@ -86,6 +96,7 @@ typedef struct {
 #define EC_DEATH(part, i) EC_AT((part)->deaths, ec_death, i)
 #define EC_TAKE(part, i) EC_AT((part)->takes, ec_take_record, i)
 #define EC_TOUCH(part, i) EC_AT((part)->touches, ec_stood, i)
+#define EC_HIT(part, i) EC_AT((part)->hits, ec_hit, i)
 
 static inline void ec_part_free(ec_part *p) {
     ec_vec_free(&p->counts);
@@ -99,6 +110,8 @@ static inline void ec_part_free(ec_part *p) {
     ec_vec_free(&p->takes);
     ec_choice_free(&p->choice);
     ec_vec_free(&p->touches);
+    ec_vec_free(&p->hits);
+    ec_vec_free(&p->long_ago);
 }
 
 /* Whether a batch goes the short way (ec_resident.h) in a table, which has n keys of it: a matter of speed only. */
@@ -158,6 +171,13 @@ static void ec_plan_undo(ec_side *s, ec_part *p) {
         ec_policy_restore(&c->policy, c->seats, touch);
         if (touch->before.version != 0) ec_cache_unpin(c, touch->slot); /* the pins of swap-ins go with the slot below */
     }
+    for (int64_t i = p->hits.size - 1; i >= 0; i--) {
+        const ec_hit hit = EC_HIT(p, i);
+        const uint64_t ago = hit.ago == EC_LONG_AGO ? EC_AT(p->long_ago, uint64_t, --p->long_ago.size) : hit.ago;
+        c->seats[hit.slot].standing.version = p->choice.version - ago;
+        ec_cache_unpin(c, hit.slot);
+    }
+    if (p->quick) c->policy.placed -= p->takes.size;
     for (int64_t i = p->takes.size - 1; i >= 0; i--) {
         const ec_take_record *take = &EC_TAKE(p, i);
         ec_row_unmark(s->table, c->slots[take->slot].row);
@@ -205,6 +225,11 @@ static void ec_plan_finish(ec_side *s, ec_part *p) {
         for (int64_t j = i; i % 32 == 0 && j < i + 32 && j < p->touches.size; j++) EC_PREFETCH_WRITE(&s->cache.seats[EC_TOUCH(p, j).slot]);
         ec_cache_unpin(&s->cache, EC_TOUCH(p, i).slot);
     }
+    for (int64_t i = 0; i < p->hits.size; i++) {
+        for (int64_t j = i; i % 32 == 0 && j < i + 32 && j < p->hits.size; j++) EC_PREFETCH_WRITE(&s->cache.seats[EC_HIT(p, j).slot]);
+        ec_cache_unpin(&s->cache, EC_HIT(p, i).slot);
+    }
+    for (int64_t i = 0; p->quick && i < p->takes.size; i++) ec_cache_unpin(&s->cache, EC_TAKE(p, i).slot);
     for (int64_t i = 0; i < p->takes.size; i++)
         if (EC_TAKE(p, i).from == EC_FROM_DYING) ec_limbo_release(&s->cache, EC_TAKE(p, i).limbo);
     for (int64_t i = 0; i < p->deaths.size; i++) {

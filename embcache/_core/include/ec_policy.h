@@ -175,12 +175,10 @@ static inline ec_stood ec_policy_touch(ec_policy *p, ec_seat *seats, uint32_t sl
 }
 
 /* The same under "lru" of a slot new to the policy, with a version that was kept for it. */
-static inline ec_stood ec_policy_date(ec_policy *p, ec_seat *seats, uint32_t slot, uint64_t version) {
-    const ec_stood record = {seats[slot].standing, slot, EC_NO_SLOT};
-    EC_ASSERT(p->kind == EC_LRU && record.before.version == 0);
-    seats[slot].standing.version = version;
+static inline void ec_policy_date(ec_policy *p, ec_seat *seat, uint64_t version) {
+    EC_ASSERT(p->kind == EC_LRU && seat->standing.version == 0);
+    seat->standing.version = version;
     p->placed++;
-    return record;
 }
 
 /* Gives a slot its old standing back. */

@@ -26,7 +26,7 @@
 typedef struct {
     ec_work *w;
     ec_cache *cache;
-    ec_vec *touches;
+    ec_part *part;
     ec_dedup_table *dedup; /* numbers those not resident; NULL until there is one */
     int lent;              /* which one it is */
     uint64_t base;         /* version of whatever was used last before this batch */
@@ -34,7 +34,7 @@ typedef struct {
     int64_t first;         /* number of the table's unique 0, where that is known */
     int64_t slot_base;     /* of the table's slot 0 */
     int64_t *unique_keys, *unique_slots; /* where they go */
-    int64_t unique, missing;
+    int64_t unique, hits, missing;
 } ec_meeting;
 
 /* The number of a key that is not resident: known, or the next one. -1: out of memory. */
@@ -75,6 +75,7 @@ static int ec_resident_block(ec_meeting *m, const int64_t *keys, int64_t n, int6
     const uint64_t base = m->base;
     const int64_t first = m->first;
     const uint32_t period = c->period;
+    ec_hit *hits = (ec_hit *)m->part->hits.data;
     ec_resident_ask(seats, inverse, 0, n);
     ec_resident_ask(seats, inverse, EC_AHEAD, n);
     for (int64_t i = 0; i < n; i++) {
@@ -88,7 +89,12 @@ static int ec_resident_block(ec_meeting *m, const int64_t *keys, int64_t n, int6
                 continue;
             }
             const int64_t id = m->unique++;
-            EC_PUSH(*m->touches, ec_stood, {before, (uint32_t)slot, EC_NO_SLOT});
+            const uint64_t ago = base - before.version;
+            if (!EC_LIKELY(ago < m->w->long_ago)) {
+                if (ec_vec_reserve_one(&m->part->long_ago, sizeof(uint64_t)) != EC_OK) return EC_NOMEM;
+                EC_PUSH(m->part->long_ago, uint64_t, ago);
+            }
+            hits[m->hits++] = (ec_hit){(uint32_t)slot, ago < m->w->long_ago ? (uint32_t)ago : EC_LONG_AGO};
             seat->standing.version = base + 1 + (uint64_t)id;
             c->pinned += seat->pins++ == 0;
             seat->period = period;
@@ -111,7 +117,7 @@ static int ec_resident_run(ec_work *w, int64_t t) {
     const int64_t begin = w->offsets[t], n = w->offsets[t + 1] - begin;
     const int64_t *keys = w->keys + begin;
     int64_t *inverse = w->out.inverse + begin;
-    ec_meeting m = {.w = w, .cache = &s->cache, .touches = &p->touches, .base = s->cache.policy.version, .begin = begin, .n = n,
+    ec_meeting m = {.w = w, .cache = &s->cache, .part = p, .base = s->cache.policy.version, .begin = begin, .n = n,
                     .slot_base = s->base, .unique_keys = w->key + begin, .unique_slots = w->slot + begin};
     int status = EC_OK;
     if (w->in_turn) { /* all numbers before are known */
@@ -119,13 +125,14 @@ static int ec_resident_run(ec_work *w, int64_t t) {
         m.unique_keys = w->out.unique_keys + m.first;
         m.unique_slots = w->out.slots + m.first;
     }
-    if (ec_vec_reserve(&p->touches, n, sizeof(ec_stood)) != EC_OK) return EC_NOMEM;
+    if (ec_vec_reserve(&p->hits, n, sizeof(ec_hit)) != EC_OK) return EC_NOMEM;
     ec_policy_mark(&s->cache.policy, &p->choice);
     p->pinned_before = s->cache.pinned;
     for (int64_t from = 0; from < n && status == EC_OK; from += EC_RESIDENT_BLOCK) {
         const int64_t size = from + EC_RESIDENT_BLOCK < n ? EC_RESIDENT_BLOCK : n - from;
         ec_find_values(&s->cache.index, keys + from, NULL, size, inverse + from);
         status = ec_resident_block(&m, keys + from, size, inverse + from);
+        p->hits.size = m.hits;
     }
     s->cache.policy.version = m.base + (uint64_t)m.unique;
     if (m.dedup) {

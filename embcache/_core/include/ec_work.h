@@ -40,6 +40,7 @@ typedef struct {
     uint32_t notice;    /* the one that told of this batch, or EC_NO_NOTICE */
     int64_t sweep_rows; /* work of a pass in one plan, all tables together: slots, rows and waiting keys looked at */
     int64_t slice;      /* a table's share of it in this plan */
+    uint32_t long_ago;  /* uses of slots from which on a hit's last one is noted apart: EC_LONG_AGO */
     int in_turn;        /* whether the tables go their way one after the other */
     int avx2;           /* whether the CPU has it */
     double bracket;     /* half the width of a selection's bracket: times the root of its sample's size */

@@ -182,7 +182,7 @@ class SaveJob:
 
     Notes
     -----
-    `start` in one thread, then `run` in one thread, and `end` wherever one of them may have been left by a signal. `comes_in` and
+    `start` and `begin` in one thread, then `run` in one thread, and `end` wherever one of them may have been left by a signal. `comes_in` and
     `changes` are called inside a manager's door.
 
     Attributes
@@ -208,6 +208,7 @@ class SaveJob:
         self.done = Latch()
         self.unclaimed = threading.Lock()
         self._pace = Pace()
+        self._steps: dict[str, int] = {}
         self._values: dict[str, tuple[bytes, bytes]] = {}
         self._counting = False  # whether the tables may count changes from this cut on
         self._room = threading.Lock()  # guards what follows
@@ -217,35 +218,22 @@ class SaveJob:
 
     # ---------------------------------------------------------------------------------------------------------- the cut
 
-    def start(
-        self, parent: int | None, partial: set[str], values: dict[str, tuple[bytes, bytes]], expected_bytes: int
-    ) -> None:
+    def start(self, partial: set[str], values: dict[str, tuple[bytes, bytes]]) -> None:
         """Make the cut. Where it raises, nothing has changed.
 
         Parameters
         ----------
-        parent : int, optional
-            The generation that this one changes.
         partial : set of str
             Names of tables of which only changes are written.
         values : dict
             Name -> (JSON, safetensors), as `embcache.values.encode` gives them.
-        expected_bytes : int
         """
-        steps = {module: trained_step(manager.planner) for module, manager in self.managers.items()}
+        self._steps = {module: trained_step(manager.planner) for module, manager in self.managers.items()}
         for part in self.parts:
             part.cut(part.description.name not in partial)
         self.rows = sum(part.left for part in self.parts)
         self._values = values
         try:
-            self.writer = Writer(self.path)
-            self.generation = self.writer.begin(parent=parent, metadata={"steps": steps}, expected_bytes=expected_bytes)
-            for part in self.parts:
-                about: dict[str, Any] = {"table": part.core.name, "module": part.module}
-                rule = part.manager.layout.tables[part.t].admit_and_evict
-                if rule is not None:
-                    about["filter"] = meaning(rule)
-                self.writer.table(part.description, whole=part.whole, metadata=about)
             for manager in self.managers.values():
                 for plan in manager.planner.outstanding:
                     if plan.state == "swapped_in":  # its batch may be training
@@ -260,6 +248,25 @@ class SaveJob:
         except BaseException:
             self.end()
             raise
+
+    def begin(self, parent: int | None, expected_bytes: int) -> None:
+        """Take the place on disk, after the cut and outside of the doors, since that waits for the medium. Where it raises, `end` is due.
+
+        Parameters
+        ----------
+        parent : int, optional
+            The generation that this one changes.
+        expected_bytes : int
+        """
+        self.writer = Writer(self.path)
+        metadata = {"steps": self._steps}
+        self.generation = self.writer.begin(parent=parent, metadata=metadata, expected_bytes=expected_bytes)
+        for part in self.parts:
+            about: dict[str, Any] = {"table": part.core.name, "module": part.module}
+            rule = part.manager.layout.tables[part.t].admit_and_evict
+            if rule is not None:
+                about["filter"] = meaning(rule)
+            self.writer.table(part.description, whole=part.whole, metadata=about)
 
     # ----------------------------------------------------------------------------------------------- ahead of training
 

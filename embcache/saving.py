@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ._core.doors import Doors
-from .checkpoint import TableDescription, delta_pays, generations, number_to_keep
+from .checkpoint import Parent, TableDescription, number_to_keep, parent_at
 from .errors import ConfigError, shown
 from .savejob import Part, SaveJob
 from .table import initializer_spec
@@ -165,6 +165,8 @@ def save_managers(
     values = {"state": encode(state, "state")}
     if model is not None:
         values["model"] = encode(model, "the model's state_dict()")
+    expected_last = _last(where, managers) if delta else None
+    parent_there = None if expected_last is None else parent_at(where, expected_last[0], created=expected_last[1])
     parts: list[Part] = []
     job = SaveJob(where, managers, parts, most, background)
     try:
@@ -179,12 +181,16 @@ def save_managers(
                 for t in range(len(manager.host_tables))
             ]
             delta_bytes = [part.note_changes() for part in parts]
-            parent, partial = _base(where, managers, parts, delta_bytes) if delta else (None, set())
+            last = _last(where, managers) if delta else None
+            if last != expected_last:  # another thread has saved meanwhile
+                parent_there = None if last is None else parent_at(where, last[0], created=last[1])
+            parent, partial = _base(last, parent_there, parts, delta_bytes)
             expected = sum(
                 few if part.description.name in partial else part.full_bytes
                 for part, few in zip(parts, delta_bytes, strict=True)
             )
-            job.start(parent, partial, values, expected)
+            job.start(partial, values)
+        job.begin(parent, expected)
         return _in_background(job) if background else job.run()
     except BaseException:
         if job.unclaimed.acquire(blocking=False):  # else a thread has it, and brings it to its end
@@ -205,29 +211,32 @@ def _in_background(job: SaveJob) -> Saving:
     return saving
 
 
+def _last(where: str, managers: Mapping[str, EmbCacheManager]) -> tuple[int, float] | None:
+    """The generation that these managers, all of them and under these names, have last saved or restored at this path, and when that
+    was made; None where there is none."""
+    saved = [(module, manager.saved) for module, manager in managers.items()]
+    if saved[0][1] is None:
+        return None
+    _, generation, created, _ = saved[0][1]
+    if created is None or any(one != (where, generation, created, module) for module, one in saved):
+        return None
+    return generation, created
+
+
 def _base(
-    where: str, managers: Mapping[str, EmbCacheManager], parts: list[Part], delta_bytes: list[int]
+    last: tuple[int, float] | None, parent: Parent | None, parts: list[Part], delta_bytes: list[int]
 ) -> tuple[int | None, set[str]]:
     """The generation that a delta changes, and the tables of which only changes are written; None where a full one is better.
 
-    That is so where these managers, all of them and under these names, have not last saved or restored one generation at this path,
-    where that is not there any more, is damaged, or was written by several, and where the deltas since the last full one have come to as much as a full one costs.
+    That is so where there is no `parent` (`last` is not there any more, is damaged, or was written by several), and where the deltas since
+    the last full one have come to as much as a full one costs.
     """
-    saved = [(module, manager.saved) for module, manager in managers.items()]
-    if saved[0][1] is None:
+    if last is None or parent is None:
         return None, set()
-    _, parent, created, _ = saved[0][1]
-    if created is None or any(one != (where, parent, created, module) for module, one in saved):
-        return None, set()
-    present = {one.generation: one for one in generations(where)}
-    if parent not in present:
-        return None, set()
-    partial = {
-        part.description.name for part in parts if part.tracked and part.description.name in present[parent].tables
-    }
+    partial = {part.description.name for part in parts if part.tracked and part.description.name in parent.tables}
     few = sum(
         size if part.description.name in partial else part.full_bytes
         for part, size in zip(parts, delta_bytes, strict=True)
     )
-    pays = delta_pays(where, parent, few, sum(part.full_bytes for part in parts), created=created)
-    return (parent, partial) if pays else (None, set())
+    pays = parent.pays(few, sum(part.full_bytes for part in parts))
+    return (last[0], partial) if pays else (None, set())

@@ -37,7 +37,17 @@ from __future__ import annotations
 from .description import TableDescription
 from .emb_table import holding, restore_emb_table, save_emb_table
 from .files import Files
-from .generations import GenerationInfo, created_of, delta_pays, generations, number_to_keep, prune, prune_after
+from .generations import (
+    GenerationInfo,
+    Parent,
+    created_of,
+    delta_pays,
+    generations,
+    number_to_keep,
+    parent_at,
+    prune,
+    prune_after,
+)
 from .manifest import publish
 from .names import next_generation, vshards_of
 from .reader import FilterState, Reader, Rows
@@ -50,6 +60,7 @@ __all__ = [
     "FilterState",
     "Finding",
     "GenerationInfo",
+    "Parent",
     "Reader",
     "RestoreReport",
     "Rows",
@@ -63,6 +74,7 @@ __all__ = [
     "holding",
     "next_generation",
     "number_to_keep",
+    "parent_at",
     "prune",
     "prune_after",
     "publish",

@@ -27,11 +27,13 @@ from .names import generations_in_rank, manifest_name, published, rank_name, ran
 
 __all__ = [
     "GenerationInfo",
+    "Parent",
     "chain_of",
     "created_of",
     "delta_pays",
     "generations",
     "number_to_keep",
+    "parent_at",
     "prune",
     "prune_after",
 ]
@@ -124,29 +126,57 @@ def created_of(path: str, generation: int) -> float | None:
         return None
 
 
-def delta_pays(
-    path: str, parent: int, delta_bytes: int, full_bytes: int, *, created: float | None, world: int = 1
-) -> bool:
-    """Whether a delta of `delta_bytes` on `parent` is possible, and better than a new full generation of `full_bytes`.
+@dataclass(frozen=True)
+class Parent:
+    """A generation that a delta may change.
 
-    A restore reads the whole chain, so deltas pay until they come to as much as a full generation costs. None depends on what is
-    damaged or gone, on a generation that has taken the parent's number (it was made at another time than `created`), or on one
-    of another number of writers than `world`. `created` is what `created_of` said when the parent was saved or restored: where it
-    said nothing, nobody knows whether the parent is still the same, and none depends on it either.
+    Attributes
+    ----------
+    tables : frozenset of str
+        Names of those it has.
+    deltas_bytes : int
+        Of the deltas between it and the full generation that they go back to, itself included.
+    """
+
+    tables: frozenset[str]
+    deltas_bytes: int
+
+    def pays(self, delta_bytes: int, full_bytes: int) -> bool:
+        """Whether a delta of `delta_bytes` is better than a new full generation of `full_bytes`.
+
+        A restore reads the whole chain, so deltas pay until they come to as much as a full generation costs.
+        """
+        return self.deltas_bytes + delta_bytes <= full_bytes
+
+
+def parent_at(path: str, generation: int, *, created: float | None, world: int = 1) -> Parent | None:
+    """What a delta on `generation` would be based on; None where none is possible.
+
+    None depends on what is damaged or gone, on a generation that has taken the parent's number (it was made at another time than
+    `created`), on one of another number of writers than `world`, or on too long a chain. `created` is what `created_of` said when the
+    parent was saved or restored: where it said nothing, nobody knows whether the parent is still the same, and none depends on it either.
     """
     if created is None:
-        return False
+        return None
     try:
-        chain = chain_of(path, parent)
+        chain = chain_of(path, generation)
         for manifest in chain:
             for part in manifest.ranks:
                 part.check_lengths(path, manifest.generation)
     except (CorruptionError, ConfigError, FormatVersionError):
-        return False
-    if chain[0].world != world or created != chain[0].created:
-        return False
+        return None
     deltas = chain[:-1]
-    return len(deltas) < _MOST_DELTAS and sum(manifest.bytes for manifest in deltas) + delta_bytes <= full_bytes
+    if chain[0].world != world or created != chain[0].created or len(deltas) >= _MOST_DELTAS:
+        return None
+    return Parent(frozenset(chain[0].tables), sum(manifest.bytes for manifest in deltas))
+
+
+def delta_pays(
+    path: str, parent: int, delta_bytes: int, full_bytes: int, *, created: float | None, world: int = 1
+) -> bool:
+    """Whether a delta of `delta_bytes` on `parent` is possible (`parent_at`), and better than a full generation of `full_bytes`."""
+    found = parent_at(path, parent, created=created, world=world)
+    return found is not None and found.pays(delta_bytes, full_bytes)
 
 
 def number_to_keep(keep: object) -> int | None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import embcache as ec
+from embcache.devices import Emulated
 from race import QUERY_SETS
 from samples import Sampler, keys_of
 
@@ -57,9 +58,11 @@ def features_of(shape: Shape, ids: np.ndarray, lengths: np.ndarray) -> ec.Jagged
     return ec.JaggedFeatures(names(shape), torch.from_numpy(keys_of(ids)), torch.from_numpy(lengths))
 
 
-def draw(shape: Shape, kind: str, pooling: int) -> list[Batch]:
+def draw(shape: Shape, kind: str, pooling: int, seed: int = 1) -> list[Batch]:
     """Batches of bags of `pooling` ids."""
-    sampler = Sampler(shape.rows)
+    sampler = Sampler(shape.rows)  # who is hot is the same for every seed
+    if seed != 1:
+        sampler.rng = np.random.default_rng(seed)
     lengths = np.full(shape.tables * BATCH, pooling, dtype=np.int64)
     offsets = torch.from_numpy(np.arange(len(lengths) + 1, dtype=np.int64) * pooling)
     batches = []
@@ -75,10 +78,20 @@ def draw(shape: Shape, kind: str, pooling: int) -> list[Batch]:
 class OurStep:
     """Our collection with every row born and, as far as slots go, in the buffer."""
 
-    def __init__(self, shape: Shape, optimizer: str, *, hbm_share: float = 1.0, threads: int = 1) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        optimizer: str,
+        *,
+        hbm_share: float = 1.0,
+        threads: int = 1,
+        device: str | Emulated = "cpu",
+    ) -> None:
         slots = int(shape.rows * hbm_share)
         tables = [ec.TableConfig(name, shape.dim, [name], hbm_rows=slots) for name in names(shape)]
-        self.collection = ec.EmbeddingBagCollection(tables, optimizer=OPTIMIZERS[optimizer], num_threads=threads)
+        self.collection = ec.EmbeddingBagCollection(
+            tables, optimizer=OPTIMIZERS[optimizer], num_threads=threads, device=device
+        )
         manager = self.collection.manager
         piece = min(slots, FILL_KEYS // shape.tables)
         for start in range(0, shape.rows, piece):

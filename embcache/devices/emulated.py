@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .._core.kernels import UpdateRule
 from ..errors import ConfigError, shown
 from ..hostmemory import DONE, StagingBlock, StagingPool
 from ..lookup import GroupLookup
@@ -69,6 +70,8 @@ class Emulated(CpuBackend):
         What a training step takes; 0: as long as it takes.
     num_threads : int, optional
         Of the kernels.
+    dry : bool
+        For benches: look-ups and updates compute nothing, so a step takes its time and no processor at all. Rows still move.
     clock, sleep : callable
         Seconds; for tests.
 
@@ -101,6 +104,7 @@ class Emulated(CpuBackend):
         compute_ms: float,
         num_threads: int | None = None,
         *,
+        dry: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -115,7 +119,7 @@ class Emulated(CpuBackend):
             ):
                 least = "a finite number >= 0" if name == "compute_ms" else "a number > 0"
                 raise ConfigError(f"{name} = {shown(value)}; give {least}")
-        self.compute_s = compute_ms / 1e3
+        self.compute_s, self._dry = compute_ms / 1e3, dry
         self._clock, self._sleep = clock, sleep
         self.h2d, self.d2h = _Engine(h2d_gbps * 1e9, clock, sleep), _Engine(d2h_gbps * 1e9, clock, sleep)
         self._staging = StagingPool(pin=False)
@@ -181,8 +185,18 @@ class Emulated(CpuBackend):
     ) -> Tensor:
         if lookup.occurrence_order is not None:  # evaluation has no use for gradients
             self._begin()
+            if self._dry:
+                return out
         return super().pooled_forward(weights, lookup, out, per_sample_weights)
 
     def sequence_forward(self, weights: Tensor, lookup: GroupLookup, out: Tensor | None = None) -> Tensor:
         self._begin()
         return super().sequence_forward(weights, lookup, out)
+
+    def segment_update_pooled(self, rule: UpdateRule, weights: Tensor, *arguments: Any) -> None:
+        if not self._dry:
+            super().segment_update_pooled(rule, weights, *arguments)
+
+    def segment_update_sequence(self, rule: UpdateRule, weights: Tensor, *arguments: Any) -> None:
+        if not self._dry:
+            super().segment_update_sequence(rule, weights, *arguments)

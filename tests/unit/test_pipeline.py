@@ -1024,6 +1024,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.timeout(1800)
 def test_memory_and_threads_stay_flat() -> None:
     """10,000 steps, evaluations between them."""
     model = Model(rows=32)

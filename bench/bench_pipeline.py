@@ -1,0 +1,132 @@
+"""Steps through a pipeline on the emulated device, whose figures are those of an emulation.
+
+A step of the device takes what the resident step was measured to take in the same run, so host work cannot hide behind a slow
+device; the device computes nothing (`Emulated(dry=True)`), so it takes no processor either. Ratios are times of whole runs of
+`STEPS` steps; where the peer is the device alone they are its share of our time: how busy it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import embcache as ec
+from embcache.devices import Emulated
+from race import MILLISECONDS, QUERY_SETS, Contender, Race
+from steps import Batch, OurStep, Shape, draw
+
+SHAPE = Shape(4, 1_000_000, 32)
+STEPS = 100
+GBPS = 25.0
+DEPTH = 4
+
+
+class Fixed(torch.nn.Module):
+    """The collection alone, with a gradient that is there already."""
+
+    def __init__(self, collection: ec.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.collection = collection
+
+
+class Trained:
+    """A collection with a share of its rows in HBM, on an emulated device, serial or through a pipeline."""
+
+    def __init__(self, batches: list[Batch], hbm_share: float, compute_ms: float) -> None:
+        self.batches = batches
+        self.device = Emulated(GBPS, GBPS, compute_ms, num_threads=1, dry=True)
+        self.ours = OurStep(SHAPE, "RowWiseAdagrad", hbm_share=hbm_share, device=self.device)
+        self.position = 0
+        for _ in range(2):
+            self.run(STEPS, 1)  # who is hot is resident
+
+    def source(self, steps: int) -> Iterator[Batch]:
+        for _ in range(steps):
+            yield self.batches[self.position % len(self.batches)]
+            self.position += 1
+
+    def step(self, batch: Batch) -> tuple[None, None]:
+        self.ours.step(batch)
+        return None, None
+
+    def run(self, steps: int, depth: int) -> ec.TrainPipeline:
+        """Train; the pipeline, closed."""
+        with ec.TrainPipeline(
+            Fixed(self.ours.collection), None, depth=depth, step=self.step, features=lambda batch: batch.features
+        ) as pipe:
+            source = self.source(steps)
+            for _ in range(steps):
+                pipe.progress(source)
+        return pipe
+
+    def host_s(self) -> float:
+        """What the host does a step, measured without overlap."""
+        stages = self.run(STEPS, 1).stats()["stage_s"]
+        return sum(stages[name] for name in ("prepare", "plan", "swap_out", "swap_in"))
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Batch]:
+    """More batches than query sets, so that rows come and go."""
+    drawn: list[Batch] = []
+    while len(drawn) < 32:
+        drawn += draw(SHAPE, "zipf", 1, seed=len(drawn) + 1)[:QUERY_SETS]
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def resident_ms(batches: list[Batch]) -> float:
+    """A step of the compiled kernels with every row in place."""
+    ours = OurStep(SHAPE, "RowWiseAdagrad")
+    times = []
+    for batch in batches:
+        began = time.perf_counter()
+        ours.step(batch)
+        times.append(time.perf_counter() - began)
+    ours.close()
+    return 1e3 * sorted(times)[len(times) // 2]
+
+
+def compete(race: Race, case: str, ours: Trained, peer: Contender) -> None:
+    """`STEPS` steps of ours through a pipeline against `peer`."""
+    race(
+        "pipeline, emulated device",
+        case,
+        Contender("embcache", lambda i: ours.run(STEPS, DEPTH)),
+        [peer],
+        work=STEPS,
+        unit=MILLISECONDS,
+        rounds=5,
+    )
+
+
+def alone(device: Emulated) -> Contender:
+    """The device computing, with nobody else."""
+    return Contender("limit: the device alone", lambda i: None, seconds_of=lambda _: STEPS * device.compute_s)
+
+
+def test_the_device_is_busy_while_the_host_does_three_quarters_of_its_work(race: Race, batches: list[Batch]) -> None:
+    ours = Trained(batches, 0.1, 0.0)
+    ours.device.compute_s = ours.host_s() / 0.75
+    compete(race, "pipeline, emulated device, host work 0.75 of its step", ours, alone(ours.device))
+    ours.ours.close()
+
+
+def test_twice_as_fast_where_host_and_device_are_equal(race: Race, batches: list[Batch]) -> None:
+    ours = Trained(batches, 0.1, 0.0)
+    ours.device.compute_s = ours.host_s()
+    serial = Contender("embcache, serial", lambda i: ours.run(STEPS, 1))
+    compete(race, "pipeline, emulated device, host work equal to its step", ours, serial)
+    ours.ours.close()
+
+
+@pytest.mark.parametrize("percent", [10, 1])
+def test_a_step_with_few_rows_in_hbm(race: Race, batches: list[Batch], resident_ms: float, percent: int) -> None:
+    ours, resident = Trained(batches, percent / 100, resident_ms), Trained(batches, 1.0, resident_ms)
+    peer = Contender("embcache, all resident", lambda i: resident.run(STEPS, DEPTH))
+    compete(race, f"pipeline, emulated device, {percent}% of the rows in HBM, pooling 1, zipf", ours, peer)
+    ours.ours.close()
+    resident.ours.close()

@@ -51,7 +51,7 @@ from .generations import (
 from .manifest import publish
 from .names import next_generation, vshards_of
 from .reader import FilterState, Reader, Rows
-from .snapshot import RestoreReport, batches_of_rows, fill, put_rows, row_batches, save_table
+from .snapshot import RestoreReport, batches_of_rows, empty_table, fill, put_rows, row_batches, save_table
 from .verify import Finding, verify
 from .writer import Writer
 
@@ -69,6 +69,7 @@ __all__ = [
     "batches_of_rows",
     "created_of",
     "delta_pays",
+    "empty_table",
     "fill",
     "generations",
     "holding",

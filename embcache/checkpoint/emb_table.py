@@ -12,7 +12,7 @@ from .._core.table import Table
 from ..errors import ConfigError, CorruptionError
 from .generations import created_of, delta_pays, number_to_keep, prune_after
 from .reader import Reader
-from .snapshot import RestoreReport, fill, row_batches, save_table
+from .snapshot import RestoreReport, empty_table, fill, row_batches, save_table
 from .writer import Writer
 
 if TYPE_CHECKING:
@@ -110,16 +110,7 @@ def restore_emb_table(table: EmbTable, path: str | os.PathLike[str], generation:
         stored.refuse_change(wanted)
         fresh = core
         if core.directory is None:
-            fresh = Table(
-                wanted.name,
-                wanted.dim,
-                state_dim=wanted.state_dim,
-                dtype=wanted.dtype,
-                initializer=tuple(wanted.initializer),
-                seed=wanted.seed,
-                with_filter=stored.with_filter,
-                num_threads=core.num_threads,
-            )
+            fresh = empty_table(wanted, with_filter=stored.with_filter, num_threads=core.num_threads)
         elif stored.with_filter and not core.with_filter:
             raise ConfigError(
                 f"table {table.name!r}: the checkpoint has frequencies and timestamps, the directory {core.directory.path!r} has "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._core.table import Table
 from ..errors import ChangedError, ConfigError
 from .description import TableDescription
 from .reader import Reader, Rows
@@ -21,9 +22,7 @@ from .writer import Writer
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from .._core.table import Table
-
-__all__ = ["RestoreReport", "batches_of_rows", "fill", "put_rows", "row_batches", "save_table"]
+__all__ = ["RestoreReport", "batches_of_rows", "empty_table", "fill", "put_rows", "row_batches", "save_table"]
 
 _BLOCK_EXTENTS = 64  # of 1024 rows: what is looked through at a time
 _CUT_FROM = 16  # a run ends a chunk only where it holds a sixteenth of one: small deltas would be mostly padding
@@ -169,6 +168,20 @@ def _copy_out(writer: Writer, core: Table, description: TableDescription, rows: 
         arrays["timestamps"][:] = timestamps
     core.read_into(rows, arrays["weights"], None, [arrays["state"]] if description.state_dim else [])
     writer.write_filled(description, len(rows))
+
+
+def empty_table(description: TableDescription, **more: Any) -> Table:
+    """A compiled table as `description` has it, without rows; `more` goes to `Table` and may say otherwise."""
+    options: dict[str, Any] = {
+        "name": description.name,
+        "state_dim": description.state_dim,
+        "dtype": description.dtype,
+        "initializer": tuple(description.initializer),
+        "seed": description.seed,
+        "with_filter": description.with_filter,
+    }
+    options |= more
+    return Table(options.pop("name"), description.dim, **options)
 
 
 def fill(reader: Reader, core: Table, name: str) -> int:

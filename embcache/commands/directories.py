@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._core.table import Table
-from ..checkpoint import TableDescription, Writer, save_table
+from ..checkpoint import TableDescription, Writer, empty_table, save_table
 from ..config import SGD, Adagrad, Adam, OptimizerSpec, RowWiseAdagrad
 from ..errors import ConfigError, CorruptionError
 from ..filterfile import take_apart
@@ -165,16 +165,8 @@ def make_table(source: CheckpointTable, path: str) -> Table:
     """An empty table directory for the rows of a checkpoint's table, as its owner would make it."""
     description = source.description
     try:
-        return Table(
-            restored_name(source),
-            description.dim,
-            state_dim=description.state_dim,
-            dtype=description.dtype,
-            initializer=tuple(description.initializer),
-            seed=description.seed,
-            initial_state=_initial_state(source),
-            with_filter=description.with_filter,
-            directory=path,
+        return empty_table(
+            description, name=restored_name(source), initial_state=_initial_state(source), directory=path
         )
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):

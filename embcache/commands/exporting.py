@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.table import Table
+from ..checkpoint import empty_table
 from ..errors import ConfigError
 from ..rowtypes import ROW_TYPES
 from .directories import restored_name
@@ -152,13 +152,7 @@ def _dense(source: Source, content: str, kind: str, count: int, output: Output) 
     else:
         head = safetensors_header({"weights": (_KINDS[description.dtype], shape, count * row_bytes)}, None)
     name = restored_name(source) if isinstance(source, CheckpointTable) else description.name
-    initial = Table(
-        name,
-        description.dim,
-        dtype=description.dtype,
-        initializer=tuple(description.initializer),
-        seed=description.seed,
-    )
+    initial = empty_table(description, name=name, state_dim=0, with_filter=False)
     file = DenseFile(content, head, count, row_bytes)
     most, done = batch_rows(description), 0
     try:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from .._core.table import INIT_KINDS, Table
-from ..checkpoint import Rows, TableDescription, Writer
+from .._core.table import INIT_KINDS
+from ..checkpoint import Rows, TableDescription, Writer, empty_table
 from ..errors import ConfigError
 from ..rowtypes import ROW_TYPES
 from .directories import OPTIMIZERS, started_state
@@ -245,17 +245,7 @@ def _to_directory(given: argparse.Namespace, tables: list[list[Incoming]], outpu
     description = parts[0].description
     count = sum(one.arrays.count for one in parts)
     with replacing(given.target, TABLE, given.force) as content:
-        core = Table(
-            description.name,
-            description.dim,
-            state_dim=description.state_dim,
-            dtype=description.dtype,
-            initializer=tuple(description.initializer),
-            seed=description.seed,
-            initial_state=started_state(description),
-            with_filter=description.with_filter,
-            directory=content,
-        )
+        core = empty_table(description, initial_state=started_state(description), directory=content)
         try:
             core.reserve(count)
             pages = Pages(core)

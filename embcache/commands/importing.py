@@ -115,7 +115,10 @@ def run(given: argparse.Namespace, output: Output) -> int:
         ignored = {parts[0].description.name: left_out(parts[0].arrays.where) for parts in tables if kind == "recsdk"}
         for name, what in ignored.items():
             if what:
-                output.note(f"table {name!r}: {', '.join(what)} is not imported")
+                output.note(
+                    f"table {name!r}: not imported: {', '.join(what)}. All its rows count as admitted, and none is evicted before its key has "
+                    "come again; keys that waited for admission start anew"
+                )
         if given.to == "directory" and len(tables) != 1:
             names = ", ".join(repr(parts[0].description.name) for parts in tables)
             raise ConfigError(f"a table directory holds one table; {source} has {len(tables)}: {names}; give --table")

@@ -2,7 +2,9 @@
 
 ``<table>/{key,embedding,momentum1,momentum2}/slice.data`` are raw little-endian numbers: int64 keys, float32 rows in the keys'
 order. Beside each, ``slice.attribute`` has int64 words: bytes of an element, count, and of embeddings the dim. A save that was
-not merged has the same below ``<table>/rank<r>/``. Counters of its filter (``admit_count``, ``evict_timestamp``) are left out.
+not merged has the same below ``<table>/rank<r>/``. Counters of its filter (``admit_count``, ``evict_timestamp``) are left
+out: keys that wait for admission have none there, and times stand in an order of their own. Rows without them stay until they
+are used again.
 """
 
 from __future__ import annotations

@@ -120,6 +120,19 @@ def test_a_filter_whose_counters_would_mean_something_else_is_refused(tmp_path: 
     assert without.restore(tmp_path).rows == {"a": 2}
 
 
+def test_rows_of_a_checkpoint_without_times_stay_until_they_are_used_again(tmp_path: Path) -> None:
+    """As those imported from elsewhere: a sweep knows nothing of them."""
+    trained().save(tmp_path)
+    rule = ec.AdmitAndEvictConfig(evict_threshold=10, evict_step_interval=1)
+    other = ec.EmbeddingBagCollection([ec.TableConfig("a", 4, ["f"], admit_and_evict=rule)])
+    other.restore(tmp_path)
+    for time in (1000, 1001, 2000):
+        key = torch.tensor([3 if time < 2000 else 4])
+        batch = ec.JaggedFeatures(["f"], key, torch.ones(1, dtype=torch.int64), timestamps=torch.tensor([time]))
+        other(batch).values().sum().backward()
+    assert sorted(rows(other.tables()["a"])) == [-1, 1, 2, 4]  # 3 was seen, and then not for long
+
+
 def test_a_damaged_generation_is_passed_over_or_named(tmp_path: Path) -> None:
     ebc = trained()
     ebc.save(tmp_path, state=1)

@@ -28,6 +28,7 @@ from .features import as_jagged_features
 from .feed import Feed
 from .layout import FlatBatch
 from .modules import CachedCollection
+from .ranges import profiler_range
 from .swapinfo import SwapInfo
 from .timeline import Timeline
 
@@ -156,7 +157,7 @@ class Flow:
         self.collections, self.depth, self.lookahead = dict(collections), depth, lookahead
         self.choose, self.device = choose, device
         self.needs = {path: _needs_of(collection) for path, collection in collections.items()}
-        self.timeline = Timeline()
+        self.timeline = Timeline(ranges=profiler_range)
         self.process = this_process()
         self.source: Source | None = None
         self.frozen: frozenset[str] = frozenset()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 __all__ = ["STAGES", "WAITS", "Interval", "Timeline"]
 
@@ -32,6 +34,8 @@ class Timeline:
         Intervals in the ring.
     clock : callable
         Seconds.
+    ranges : callable, optional
+        ``ranges(stage)`` opens a range in a profiler, a context manager that is left when the stage ends; or gives None.
 
     Attributes
     ----------
@@ -39,8 +43,14 @@ class Timeline:
         By stage and wait: how often, and how long in all.
     """
 
-    def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(
+        self,
+        kept: int = KEPT,
+        clock: Callable[[], float] = time.perf_counter,
+        ranges: Callable[[str], AbstractContextManager[Any] | None] | None = None,
+    ) -> None:
+        self.clock, self._ranges = clock, ranges
+        self._opened: dict[str, AbstractContextManager[Any]] = {}
         self._ring: deque[Interval] = deque(maxlen=kept)
         self.counts = dict.fromkeys(STAGES + WAITS, 0)
         self.seconds = dict.fromkeys(STAGES + WAITS, 0.0)
@@ -48,7 +58,10 @@ class Timeline:
         self.ended = 0.0
 
     def start(self, stage: str, number: int) -> float:
-        """Now: to be given to `stop`."""
+        """Now: to be given to `stop`, by the same thread."""
+        opened = None if self._ranges is None else self._ranges(stage)
+        if opened is not None:
+            self._opened[stage] = opened
         return self.clock()
 
     def stop(self, stage: str, number: int, start: float) -> None:
@@ -57,6 +70,8 @@ class Timeline:
         self._ring.append((stage, number, start, end))
         self.counts[stage] += 1
         self.seconds[stage] += end - start
+        if self._opened and stage in self._opened:
+            self._opened.pop(stage).__exit__(None, None, None)
         if stage == "compute":
             if self.began is None:
                 self.began = start

@@ -84,6 +84,20 @@ class Model(torch.nn.Module):
         return out.sum(), out
 
 
+def test_stages_are_ranges_in_the_profiler() -> None:
+    model = Model()
+    one = ec.JaggedFeatures(["item"], torch.arange(8), torch.ones(8, dtype=torch.int64))
+    with ec.TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1)) as pipe:
+        source = iter([one] * 6)
+        pipe.progress(source)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            pipe.progress(source)
+            pipe.progress(source)
+        pipe.progress(source)
+    ranges = {event.key: event.count for event in profiled.key_averages() if event.key.startswith("embcache.")}
+    assert ranges["embcache.compute"] == 2
+
+
 def test_a_pipeline_writes_its_trace_and_its_figures(tmp_path: Path) -> None:
     model, path = Model(), tmp_path / "pipe.json"
     batches = [ec.JaggedFeatures(["item"], torch.arange(i, i + 8), torch.ones(8, dtype=torch.int64)) for i in range(12)]

@@ -468,6 +468,21 @@ def test_case_69_a_growing_table_never_stops_for_long_per_insert() -> None:
     assert check["partitions"] >= 128 and check["longest_probe"] < 40
 
 
+@pytest.mark.parametrize("split_above", [430_080, 300])
+def test_look_ups_find_the_same_whether_the_index_is_taken_to_be_far_or_near(split_above: int) -> None:
+    near, far = (Table("t", 2, split_above=split_above, far_above=above, index_seed=3) for above in (1 << 26, 0))
+    rng = np.random.default_rng(5)
+    stored = rng.choice(np.arange(-30_000, 30_000), 20_000, replace=False)
+    for table in (near, far):
+        for begin in range(0, len(stored), 1000):
+            table.insert(stored[begin : begin + 1000])
+        table.erase(stored[:3000])
+    for count in (*range(1, 200), 20_000):
+        keys = rng.integers(-31_000, 31_000, count)
+        assert near.find(keys).tolist() == far.find(keys).tolist()
+    assert (far.find(stored) >= 0).sum() == len(far)
+
+
 @pytest.mark.parametrize("split_above", [40, 65536])
 def test_detached_keys_keep_their_room(split_above: int) -> None:
     """Attaching cannot fail: the indexes keep room for limbo keys through growth and splits."""

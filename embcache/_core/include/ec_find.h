@@ -13,6 +13,7 @@
 #define EC_AHEAD 16      /* keys between the prefetch of a bucket and its probe; a power of two */
 #define EC_FIND_BLOCK 32 /* keys whose buckets are asked for at once */
 #define EC_LATE 16       /* keys that may wait for the line after their home bucket; a power of two */
+#define EC_FAR_BLOCK 64  /* the same in a table whose index reaches further than the processor's translations of addresses */
 
 static inline uint64_t ec_hash_at(const int64_t *keys, const uint64_t *hashes, int64_t i)
 {
@@ -44,6 +45,12 @@ EC_INLINE int64_t ec_probe_found(const ec_place_to_look in, const ec_index *inde
 {
     _Static_assert(offsetof(ec_partition, index) == 0, "a partition begins with its index");
     return in.table ? ec_partition_row((const ec_partition *)(const void *)index, value) : (int64_t)value;
+}
+
+/* Where the extent of a value that was found in a partition's index is kept. */
+EC_INLINE const uint32_t *ec_probe_extent(const ec_index *index, int64_t value)
+{
+    return ((const ec_partition *)(const void *)index)->extents + (value >> EC_EXTENT_BITS);
 }
 
 EC_INLINE uint32_t ec_probe_match(const ec_bucket *bucket, int64_t key, const int avx2)
@@ -147,7 +154,57 @@ EC_INLINE void ec_find_body(const ec_place_to_look in, const int64_t *keys, cons
         ec_late_step(&late, in, keys, out, avx2);
 }
 
+/* The same in a table of so many keys that most addresses must be translated anew (`far_above`). Prefetches help little
+ * there, and the instructions between two demands keep the processor from reaching many keys at a time. So the buckets of a
+ * block are demanded in a loop that does nothing else, and extents, whose list is no longer in the near caches, are prefetched
+ * for a loop of their own. Measured with 100 M keys: 80 ns a key instead of 128; with 10 M: 31 instead of 23. */
+EC_INLINE void ec_find_far_body(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *out, const int avx2)
+{
+    const ec_place_to_look in = {t, NULL};
+    ec_probe blocks[2][EC_FAR_BLOCK];
+    ec_late_ring late;
+    late.put = late.taken = 0;
+    for (int64_t begin = -EC_FAR_BLOCK, turn = 1; begin < n; begin += EC_FAR_BLOCK, turn ^= 1) {
+        ec_probe *probes = blocks[turn], *next = blocks[turn ^ 1];
+        const int64_t end = begin + EC_FAR_BLOCK < n ? begin + EC_FAR_BLOCK : n;
+        const int64_t asked = end + EC_FAR_BLOCK < n ? EC_FAR_BLOCK : n - end;
+        for (int64_t i = 0; i < asked; ++i)
+            next[i] = ec_probe_start(in, ec_hash_at(keys, hashes, end + i));
+        for (int64_t i = 0; i < asked; ++i)
+            (void)*(const volatile uint32_t *)&next[i].bucket->meta;
+        if (begin < 0)
+            continue;
+        for (int64_t i = begin; i < end; ++i) {
+            ec_probe *probe = &probes[i - begin];
+            const uint32_t hits = ec_probe_match(probe->bucket, keys[i], avx2);
+            if (EC_LIKELY(hits)) {
+                out[i] = probe->bucket->vals[__builtin_ctz(hits)];
+                EC_PREFETCH_READ(ec_probe_extent(probe->index, out[i]));
+                continue;
+            }
+            if (ec_bucket_overflow(probe->bucket) == 0) {
+                out[i] = -1;
+            } else {
+                while (late.put - late.taken == EC_LATE)
+                    ec_late_step(&late, in, keys, out, avx2);
+                ec_late_put(&late, probe->index, probe->bucket, i, 2);
+            }
+            probe->index = NULL;
+        }
+        for (int64_t i = begin; i < end; ++i)
+            if (probes[i - begin].index != NULL)
+                out[i] = ec_probe_found(in, probes[i - begin].index, (uint32_t)out[i]);
+    }
+    while (late.taken != late.put)
+        ec_late_step(&late, in, keys, out, avx2);
+}
+
 #if EC_HAS_AVX2_CLONE
+EC_TARGET_AVX2 static void ec_find_far_avx2(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows)
+{
+    ec_find_far_body(t, keys, hashes, n, rows, 1);
+}
+
 EC_TARGET_AVX2 static void ec_find_rows_avx2(const ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows)
 {
     ec_find_body((ec_place_to_look){t, NULL}, keys, hashes, n, rows, 1);
@@ -166,13 +223,17 @@ static void ec_find_span(const ec_table *t, const int64_t *keys, const uint64_t 
         memset(rows, 0xFF, (size_t)n * sizeof *rows);
         return;
     }
+    const int far = t->live > t->far_above;
 #if EC_HAS_AVX2_CLONE
     if (ec_cpu_has_avx2()) {
-        ec_find_rows_avx2(t, keys, hashes, n, rows);
+        (far ? ec_find_far_avx2 : ec_find_rows_avx2)(t, keys, hashes, n, rows);
         return;
     }
 #endif
-    ec_find_body((ec_place_to_look){t, NULL}, keys, hashes, n, rows, 0);
+    if (far)
+        ec_find_far_body(t, keys, hashes, n, rows, 0);
+    else
+        ec_find_body((ec_place_to_look){t, NULL}, keys, hashes, n, rows, 0);
 }
 
 /* The same in an index by itself: values[i] = value of keys[i], or -1. */

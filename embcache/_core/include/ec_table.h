@@ -40,6 +40,7 @@
 #define EC_PARTITIONS_MAX 256
 #define EC_HUGE_BUCKETS (EC_HUGE_BYTES / sizeof(ec_bucket))
 #define EC_SPLIT_ABOVE ((int64_t)(4 * EC_HUGE_BUCKETS * EC_BUCKET_KEYS * 3 / 4 * 7 / 8)) /* 430,080 */
+#define EC_FAR_ABOVE ((int64_t)1 << 26) /* keys whose index is about 1 GiB */
 #define EC_WHOLE_PAGES_FROM 8 /* partitions from which on indexes take whole huge pages */
 #define EC_ERASED_SPARE ((int64_t)1 << 16) /* erased keys that are remembered beyond the table's own number */
 #define EC_ROWS_MAX ((int64_t)1 << 40)
@@ -85,6 +86,7 @@ typedef struct ec_table {
     ec_partition *partitions;
     int64_t partition_count, partition_slots;
     int64_t split_above; /* a partition with more live rows splits */
+    int64_t far_above;   /* with more live rows, look-ups expect that addresses must be translated anew (ec_find.h) */
     uint8_t partition_of[EC_VSHARDS];
     uint32_t limbo_of[EC_VSHARDS];
     uint32_t *extent_local;  /* global extent -> its place in its partitions' lists */

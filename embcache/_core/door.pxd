@@ -12,7 +12,6 @@ cdef class Door:
     cdef public object saving     # SaveJob under way, which has a latch `done`, or None; set inside
     cdef public object closed     # bool
     cdef public object changes    # int
-    cdef readonly object planning, training
     cdef int check_open(self) except -1
     cdef int end_late(self) except -1
     cdef int enter_planning(self) except -1

@@ -58,8 +58,16 @@ cdef class Door:
         self.planner = planner
         self.closed = False
         self.changes = 0
-        self.planning = PlanningDoor(self)
-        self.training = TrainingDoor(self)
+
+    # Made anew each time: kept here they would be a cycle, and the tables of a manager that nobody holds would stay open until
+    # a collector runs.
+    @property
+    def planning(self):
+        return PlanningDoor(self)
+
+    @property
+    def training(self):
+        return TrainingDoor(self)
 
     def check_process(self):
         """Raise `ForkError` in a child."""

@@ -2,7 +2,7 @@
 
 A directory has it as one block of bytes (``filterfile``); a checkpoint as chunks of waiting keys, numbers, and bytes for the
 sketches. All of it is in memory meanwhile, as it is while training: 24 bytes for a waiting key there, 30 on the way from a directory,
-less than 60 on the way to one, so that six million of them fit into 512 MiB beside the rest.
+about 60 on the way to one, so that six million of them fit into 512 MiB beside the rest.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from pairs import Pairs
 
 import embcache as ec
 from embcache.timeline import Timeline
@@ -933,10 +934,8 @@ def test_a_forked_child_is_refused_and_harms_nobody() -> None:
 
 def run_child(body: str, timeout_s: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `body` in a process of its own, behind this file's definitions."""
-    path = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parent}"
-    code = f"import sys; sys.path[:0] = {path.split(os.pathsep)!r}\nfrom test_pipeline import *\n{body}"
-    if "embcache" in (Path(ec.__file__).parts[-2],):
-        code = f"import sys; sys.path.insert(0, {str(Path(ec.__file__).parents[1])!r})\n{code}"
+    path = [str(Path(ec.__file__).parents[1]), str(Path(__file__).parent)]
+    code = f"import sys; sys.path[:0] = {path!r}\nfrom test_pipeline import *\n{body}"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, check=False, **options
     )
@@ -988,17 +987,6 @@ def test_sigint_ends_a_training_process() -> None:
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=120)
     assert child.returncode in (1, -signal.SIGINT, 130) and "KeyboardInterrupt" in errors
-
-
-class Pairs(torch.utils.data.Dataset[Pair]):
-    """A data set that DataLoader workers can have by fork and by spawn."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, place: int) -> Pair:
-        keys = torch.arange(place, place + 6) % 20
-        return features(keys), (keys % 2).float()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

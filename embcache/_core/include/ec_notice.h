@@ -143,7 +143,8 @@ static void ec_phase_look_link(void *context, int64_t t) {
     notice->count = count;
     notice->held_count = notice->top = 0;
     memset(notice->held, 0, ec_look_words(count) * sizeof(uint64_t));
-    memcpy(notice->uses, (ec_use *)l->uses.data + l->offsets[t], (size_t)count * sizeof(ec_use));
+    if (count > 0) /* else there may be no block at all, and memcpy wants one */
+        memcpy(notice->uses, (ec_use *)l->uses.data + l->offsets[t], (size_t)count * sizeof(ec_use));
     EC_PUSH(c->order, uint32_t, l->id);
     c->uses += count;
     ec_sight_link(ec_policy_sight(&s->cache.policy, s->cache.seats), l->id);

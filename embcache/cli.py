@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from .commands import COMMANDS
 from .commands.output import FINE, Output, code_of
+from .commands.targets import PLACED
 
 __all__ = ["main", "parser"]
 
@@ -63,12 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FINE
     output = Output(given.json)
+    PLACED.clear()
     try:
         code: int = given.run(given, output)
         output.flush()
         return code
     except KeyboardInterrupt:
-        output.error("interrupted; nothing that existed before has changed")
+        new = f"{', '.join(PLACED)} is new, and whole; nothing else" if PLACED else "nothing"
+        output.error(f"interrupted; {new} that existed before has changed")
         return _INTERRUPTED
     except BrokenPipeError:  # whoever read our lines has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 
+from ..checkpoint.lock import holder, note_holder
 from ..checkpoint.names import LOCK
 from ..errors import ConfigError, LockedError
 from .paths import CHECKPOINT, EMPTY, FILE, TABLE, kind_of
@@ -203,14 +204,23 @@ def _hold_old(target: str, kind: str, stack: ExitStack) -> None:
 
 
 def _hold(path: str, stack: ExitStack) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Lock a table's directory, or the lock of a rank's folder, whose text then says that it is we who have it."""
+    try:
+        descriptor = os.open(path, (os.O_RDONLY if os.path.isdir(path) else os.O_RDWR) | os.O_CLOEXEC)
+    except PermissionError:  # we may replace what we may not write to
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        pid = None if os.path.isdir(path) else holder(descriptor)
+        by = "" if pid is None else f" by process {pid}"
         raise LockedError(
-            f"{path}: is in use, so nothing can be replaced: close it there first, or give another path"
+            f"{path}: is in use{by}, so nothing can be replaced: close it there first, or give another path", pid=pid
         ) from None
+    if not os.path.isdir(path):
+        with suppress(OSError):  # a file that we may not write to; it costs others a wrong number in a message
+            note_holder(descriptor)
 
 
 def _put(content: str, target: str, force: bool) -> None:

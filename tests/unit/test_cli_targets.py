@@ -120,6 +120,27 @@ def test_a_writer_of_the_old_checkpoint_and_a_replacement_exclude_each_other(tmp
             writer.begin()
 
 
+def test_a_lock_names_the_process_that_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a command that replaces a checkpoint, for a writer; and of a writer, for the command."""
+    one = make(tmp_path / "one", 1.0)
+    assert in_child(lambda: main(["save", str(one), str(tmp_path / "saved")])) == 0  # whose number is in the lock now
+    with targets.replacing(str(tmp_path / "saved"), CHECKPOINT, True) as content:
+        os.mkdir(content)
+        with (
+            Writer(tmp_path / "saved") as writer,
+            pytest.raises(LockedError, match=rf"process {os.getpid()} ") as refusal,
+        ):
+            writer.begin()
+        assert refusal.value.pid == os.getpid()
+    assert main(["save", str(one), str(tmp_path / "other")]) == 0
+    with Writer(tmp_path / "other") as writer:
+        writer.begin()
+        with pytest.raises(LockedError, match=rf"in use by process {os.getpid()}") as refusal:
+            with targets.replacing(str(tmp_path / "other"), CHECKPOINT, True):
+                pass
+        assert refusal.value.pid == os.getpid()
+
+
 def test_what_a_dead_command_left_goes_and_what_a_living_one_builds_stays(tmp_path: Path) -> None:
     one = make(tmp_path / "one", 1.0)
     dead, living, other = (tmp_path / f"{name}.embcache-{pid}" for name, pid in (("t", 1), ("t", 2), ("tt", 3)))

@@ -166,7 +166,9 @@ class Parent:
     def pays(self, delta_bytes: int, full_bytes: int) -> bool:
         """Whether a delta of `delta_bytes` is better than a new full generation of `full_bytes`.
 
-        A restore reads the whole chain, so deltas pay until they come to as much as a full generation costs.
+        A chain is kept, and its rows are read by a restore, as a whole, so deltas pay until all of them come to as much as a full
+        generation. What the save writes beside the rows (the caller's state, a dense part, filters) it writes either way, so neither of
+        the two arguments has it; that of earlier deltas takes its room on the disk until there is a full generation, so it counts.
         """
         return self.deltas_bytes + delta_bytes <= full_bytes
 

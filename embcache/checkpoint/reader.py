@@ -138,6 +138,9 @@ class Reader:
         catalogues = Catalogues(self.path)
         try:
             self._choose(generation, before, check == "chunks", catalogues)
+        except BaseException:  # a signal, with files open
+            self.close()
+            raise
         finally:
             catalogues.close()
         self.generation = self._levels[0].generation

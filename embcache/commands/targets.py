@@ -78,7 +78,7 @@ def replacing(target: str, kind: str, force: bool) -> Iterator[str]:
         folder = _make_folder(target, stack)
         content = os.path.join(folder, "content")
         placed: list[str] = []
-        stack.callback(lambda: _tidy(folder, target, bool(placed)))
+        stack.callback(_tidy, folder, target, placed)
         yield content
         _sync(content)
         _sync(folder)
@@ -146,17 +146,18 @@ def put_back(target: str) -> None:
             _tidy(folder, target)
 
 
-def _tidy(folder: str, target: str, placed: bool = False) -> None:
+def _tidy(folder: str, target: str, placed: list[str] | None = None) -> None:
     """Remove the folder of a command that has ended or died, but not what it was replacing unless the new one has its place.
 
-    `placed` says that it has; else what the folder says of the new one decides.
+    Of this process's own command, `placed` names the target once it has; else what the folder says of the new one decides.
     """
     content, old = os.path.join(folder, "content"), os.path.join(folder, "old")
     new = ""  # it did not get as far as its target
     with suppress(OSError, ValueError), open(os.path.join(folder, _NEW), encoding="ascii") as file:
         new = file.read()
     if placed or (new and new == _identity(target)):
-        PLACED.append(target)
+        if placed is not None:
+            PLACED.append(target)
         old = old if os.path.lexists(old) else content  # by two steps, or by an exchange
         if os.path.lexists(old):
             try:  # else a power cut could find the old one removed, and the new one without its name

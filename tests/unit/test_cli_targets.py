@@ -252,6 +252,47 @@ def test_ctrl_c_after_a_target_was_replaced_says_so(
     assert main(["restore", str(tmp_path / "saved"), str(tmp_path / "back")]) == 0 and value_of(tmp_path / "back") == 2
 
 
+def test_ctrl_c_while_the_old_one_is_removed_says_that_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make(tmp_path / "one", 1.0)
+    assert main(["save", str(one), str(tmp_path / "saved")]) == 0
+
+    def interrupt(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", interrupt)
+    assert main(["save", str(one), str(tmp_path / "saved"), "--force"]) == 130
+    assert f"{tmp_path / 'saved'} is new, and whole" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["compact", str(tmp_path / "saved"), "--force"]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["one", "saved"]
+
+
+def test_ctrl_c_says_nothing_of_what_a_command_before_had_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make(tmp_path / "one", 1.0)
+    assert main(["save", str(one), str(tmp_path / "saved")]) == 0
+    real = targets._put
+
+    def die(*given: object) -> None:
+        real(*given)  # type: ignore[arg-type]
+        os._exit(9)
+
+    monkeypatch.setattr(targets, "_put", die)
+    assert in_child(lambda: main(["save", str(one), str(tmp_path / "saved"), "--force"])) == 9
+    assert len(os.listdir(tmp_path)) == 3  # with what the dead one left
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(targets, "_put", interrupt)
+    assert main(["save", str(one), str(tmp_path / "saved"), "--force"]) == 130
+    assert "interrupted; nothing that existed before has changed" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["one", "saved"] and main(["verify", str(tmp_path / "saved")]) == 0
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_old_one_whose_name_was_taken_meanwhile_is_kept_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dies: bool

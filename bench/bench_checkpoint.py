@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from embcache.checkpoint import Reader, verify
+from embcache.checkpoint import Reader, generations, verify
 from embcache.config import Constant
 from embcache.table import EmbTable
 from machine import available_bytes
@@ -36,6 +36,7 @@ PIECE = 1 << 16
 LMDB_SHARE = 8  # a record for each row is so slow that an eighth of the rows must do
 MEGABYTES = Unit("MB/s", 1.0, rate=True)
 BYTES = Unit("MB", 1.0, rate=False)
+NANOSECONDS = Unit("ns", 1e-9, rate=False)
 
 
 def filled(rows: int) -> tuple[EmbTable, Rows]:
@@ -221,7 +222,7 @@ def written_by_us() -> int:
 
 
 class Delta:
-    """Random rows change and are saved as a delta."""
+    """Random rows change and are saved as a delta, each on a full generation of its own: deltas on deltas would give way to a full one."""
 
     def __init__(self, saved: Saved, share: float) -> None:
         self.saved, self.dirty = saved, int(share * saved.rows)
@@ -231,13 +232,16 @@ class Delta:
 
     def save(self) -> tuple[float, int]:
         """Seconds of one save, and the bytes that went to `write`."""
+        self.saved.table.save(self.saved.path, keep=1)
         some = np.sort(self._rng.choice(self.saved.rows, self.dirty, replace=False))
         keys, weights = (self.saved.tensors[name].numpy() for name in ("keys", "weights"))
         self.saved.table.assign(keys[some], weights[some])
         os.sync()
         before, began = written_by_us(), time.perf_counter()
         self.saved.table.save(self.saved.path, delta=True, keep=1)
-        return time.perf_counter() - began, written_by_us() - before
+        found = time.perf_counter() - began, written_by_us() - before
+        assert [one.kind for one in generations(self.saved.path)] == ["full", "delta"]
+        return found
 
 
 SHARES = pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5])
@@ -264,6 +268,30 @@ def test_delta(race: Race, saved: Saved, share: float) -> None:
         work=delta.dirty,
         unit=MILLION_ROWS,
         rounds=5,
+    )
+
+
+@pytest.mark.parametrize("ours", [0.01, 0.5])
+def test_delta_is_proportional(race: Race, saved: Saved, ours: float) -> None:
+    """What a changed row costs at one share of changed rows, against what it costs at others: the same, were it proportional."""
+    mine = Delta(saved, ours)
+
+    def other(share: float) -> Contender:
+        delta = Delta(saved, share)
+        return Contender(
+            f"{share:.0%} dirty",
+            lambda _i: delta.save()[0] * mine.dirty / delta.dirty,
+            seconds_of=lambda seconds: seconds,
+        )
+
+    race(
+        "checkpoint, deltas in proportion",
+        f"{mine.case}: time a changed row",
+        Contender("embcache", lambda _i: mine.save()[0], seconds_of=lambda seconds: seconds),
+        [other(share) for share in (0.01, 0.1, 0.5) if share != ours],
+        work=mine.dirty,
+        unit=NANOSECONDS,
+        rounds=3,
     )
 
 

@@ -133,6 +133,20 @@ TARGETS: Sequence[Target] = (
     Target("cut of a background save: one step over it", "cut of a background", "a step", 1.0, 2.0),
     Target("step during a background save: one alone over it", "step during a background", "a step", 1 / 1.25, 0.95),
     Target("delta, 1 % dirty: changed bytes over bytes written", "delta .*, 1.0% dirty: bytes", ".*", 1 / 1.2, 0.95),
+    Target(
+        "delta, 1 % dirty: time a changed row at 10 and 50 % over it (1: proportional; syncs and catalogue cost the same at any share)",
+        "delta of 4 M x 64, 1.0% dirty: time",
+        ".*",
+        1 / 3,
+        1 / 1.5,
+    ),
+    Target(
+        "delta, 50 % dirty: time a changed row at 1 and 10 % over it (1: proportional)",
+        "delta of 4 M x 64, 50.0% dirty: time",
+        ".*",
+        1 / 1.5,
+        1 / 1.1,
+    ),
     Target("verify, a MB (500 MB/s are 2 ms)", "verify of", "", 1 / 500, 1 / 2000),
     Target(
         "pipeline, emulated device: its share of the time where host work is 0.75 of its step",

@@ -3,18 +3,19 @@
 Owns the parser, the choice of the command, and what an error means to a shell; the commands are in `commands/`. No torch.
 
 Exit codes: 0 fine; 1 findings: something is damaged, or two things differ; 2 usage: a path, a name or an option is wrong;
-3 environment: a full disk, a lock, a missing package.
+3 environment: a full disk, a lock, a missing package; or a mistake of embcache itself, with its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from .commands import COMMANDS
-from .commands.output import FINE, Output, code_of
+from .commands.output import ENVIRONMENT, FINE, Output, code_of
+from .commands.targets import PLACED
 
 __all__ = ["main", "parser"]
 
@@ -28,7 +29,7 @@ EmbTable(directory=...) works in. Neither needs torch, or the model, to be looke
 
 _ENDING = """\
 exit codes: 0 fine; 1 findings (damage, differences); 2 usage (a wrong path, name or option); 3 environment (a full disk,
-a lock, a missing package). Nothing is changed but what a command is told to write."""
+a lock, a missing package), or a mistake of embcache itself. Nothing is changed but what a command is told to write."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,21 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FINE
     output = Output(given.json)
+    PLACED.clear()
     try:
         code: int = given.run(given, output)
         output.flush()
         return code
     except KeyboardInterrupt:
-        output.error("interrupted; nothing that existed before has changed")
+        new = f"{', '.join(PLACED)} is new, and whole; nothing else" if PLACED else "nothing"
+        output.error(f"interrupted; {new} that existed before has changed")
         return _INTERRUPTED
-    except BrokenPipeError:  # whoever read our lines has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FINE
     except Exception as error:
         failed = code_of(error)
-        if failed is None:
-            raise  # our own mistake: its traceback is what a report needs
+        if failed is None:  # our own mistake: its traceback is what a report needs
+            output.error("a mistake of embcache; please report what follows\n" + traceback.format_exc().rstrip())
+            failed = ENVIRONMENT
         output.failure(error, failed)
+        output.flush()
         return failed
 
 

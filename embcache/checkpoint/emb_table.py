@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import numpy as np
 from .._core.table import Table
 from ..errors import ConfigError, CorruptionError
 from .generations import created_of, delta_pays, number_to_keep, prune_after
+from .names import published
 from .reader import Reader
 from .snapshot import RestoreReport, empty_table, fill, row_batches, save_table
 from .writer import Writer
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from ..table import EmbTable
 
 __all__ = ["holding", "restore_emb_table", "save_emb_table"]
+
+LOG = logging.getLogger("embcache")
 
 
 def save_emb_table(
@@ -71,22 +75,30 @@ def holding(path: str | os.PathLike[str], generation: int | None) -> Iterator[tu
     """Readers of generations whose catalogues hold, the newest first, with what was skipped so far.
 
     For those who fill something that they can throw away: chunks are checked as they are read, and on `CorruptionError`
-    the caller notes ``(reader.generation, reason)`` in the list and takes the next. The given generation alone, if one is.
+    the caller notes ``(reader.generation, reason)`` in the list and takes the next. What is passed over is logged as a warning. The
+    given generation alone, if one is.
     """
     skipped: list[tuple[int, str]] = []
-    before = None
+    before, newest, named = None, 0, 0
     while True:
         try:
             reader = Reader(path, generation, check="catalogue", before=before)
         except (ConfigError, CorruptionError) as error:
             if before is None:
                 raise
+            if max(published(os.fspath(path)), default=0) > newest:
+                before = None  # saved while the others were found damaged, which may have been pruned for it
+                continue
             older = [] if isinstance(error, ConfigError) else [str(error)]
             reasons = "; ".join([*(f"{number}: {reason}" for number, reason in skipped), *older])
             raise CorruptionError(
                 f"{os.fspath(path)}: no generation holds: {reasons}", generation=skipped[0][0]
             ) from None
         skipped += reader.skipped
+        newest = max([newest, reader.generation, *(number for number, _ in skipped)])
+        for number, reason in skipped[named:]:
+            LOG.warning("%s: generation %d is damaged and was passed over: %s", reader.path, number, reason)
+        named = len(skipped)
         with reader:
             yield reader, skipped
             before = reader.generation

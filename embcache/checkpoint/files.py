@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..errors import DiskFullError, StorageError
+from ..errors import ConfigError, DiskFullError, StorageError
 
 __all__ = ["Files", "refusal", "refusals"]
 
@@ -51,7 +51,7 @@ class Files:
         """Called before each system call, with its name. For tests: may raise `OSError`, or end the process."""
 
     def make_folder(self, path: str) -> None:
-        """Make `path` and what is missing above it; each new entry is durable."""
+        """Make `path` and what is missing above it; each new entry is durable. `ConfigError` where something else has its name."""
         missing = []
         while not os.path.isdir(path):
             missing.append(path)
@@ -64,6 +64,10 @@ class Files:
             try:
                 os.mkdir(folder)
             except FileExistsError:
+                if not os.path.isdir(folder):
+                    raise ConfigError(
+                        f"{folder}: exists and is no directory, so no checkpoint can lie there; give another path"
+                    ) from None
                 continue  # another rank was faster
             try:
                 self.sync_folder(os.path.dirname(folder))

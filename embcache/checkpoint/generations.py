@@ -22,7 +22,7 @@ from ..errors import (
 from . import catalogue
 from .files import Files, refusals
 from .lock import RankLock
-from .manifest import Manifest, read_manifest
+from .manifest import Manifest, read_manifest, stamp_of
 from .names import generations_in_rank, manifest_name, published, rank_name, ranks
 
 __all__ = [
@@ -78,22 +78,44 @@ class GenerationInfo:
 def generations(path: str | os.PathLike[str]) -> list[GenerationInfo]:
     """The generations at `path`, the oldest first; empty where there is no checkpoint.
 
-    Manifests and the lengths of files are looked at, chunks are not.
+    Manifests and the lengths of files are looked at, chunks are not. One that is pruned meanwhile is left out.
     """
     path = os.path.abspath(os.fspath(path))
     found: dict[int, GenerationInfo] = {}
     for number in published(path):
+        info = _info(path, number, found)
+        if info is not None:
+            found[number] = info
+    return list(found.values())
+
+
+def _info(path: str, number: int, older: dict[int, GenerationInfo]) -> GenerationInfo | None:
+    """What there is to say of a generation; None where it is not there any more."""
+    while True:
+        stamp = stamp_of(path, number)
         try:
             manifest = read_manifest(path, number)
+            problem = _problem(path, manifest, older)
+            tables = {name: int(table["rows"]) for name, table in manifest.tables.items()}
+            info = GenerationInfo(
+                number,
+                manifest.kind,
+                manifest.parent,
+                manifest.world,
+                manifest.bytes,
+                tables,
+                manifest.created,
+                problem,
+            )
         except (CorruptionError, FormatVersionError) as error:
-            found[number] = GenerationInfo(number, "unknown", None, 0, 0, {}, 0.0, str(error))
-            continue
-        problem = _problem(path, manifest, found)
-        tables = {name: int(table["rows"]) for name, table in manifest.tables.items()}
-        found[number] = GenerationInfo(
-            number, manifest.kind, manifest.parent, manifest.world, manifest.bytes, tables, manifest.created, problem
-        )
-    return list(found.values())
+            info = GenerationInfo(number, "unknown", None, 0, 0, {}, 0.0, str(error))
+        except ConfigError:
+            return None
+        now = stamp if info.problem is None else stamp_of(path, number)
+        if now is None:
+            return None  # what is missing was pruned
+        if now == stamp:
+            return info
 
 
 def _problem(path: str, manifest: Manifest, older: dict[int, GenerationInfo]) -> str | None:
@@ -144,7 +166,9 @@ class Parent:
     def pays(self, delta_bytes: int, full_bytes: int) -> bool:
         """Whether a delta of `delta_bytes` is better than a new full generation of `full_bytes`.
 
-        A restore reads the whole chain, so deltas pay until they come to as much as a full generation costs.
+        A chain is kept, and its rows are read by a restore, as a whole, so deltas pay until all of them come to as much as a full
+        generation. What the save writes beside the rows (the caller's state, a dense part, filters) it writes either way, so neither of
+        the two arguments has it; that of earlier deltas takes its room on the disk until there is a full generation, so it counts.
         """
         return self.deltas_bytes + delta_bytes <= full_bytes
 

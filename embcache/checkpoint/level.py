@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CorruptionError
+from ..errors import CorruptionError, FormatVersionError
 from .catalogue import BLOB_CHUNKS, CHUNK_RECORD, CHUNKS, GENERATION, TABLE, CatalogueReader, parts_of
-from .chunk import NO_TABLE, ChunkBuffer, Header, open_chunk
+from .chunk import LATE, NO_TABLE, ChunkBuffer, Header, open_chunk
 from .description import TableDescription
 from .manifest import Manifest, read_manifest, records_of
 from .names import rank_name
@@ -160,6 +160,12 @@ class Level:
             self._segments[at] = SegmentReader(folder, name, length, self.generation, place.rank, place.file)
         return self._segments[at]
 
+    def hold(self, vshards: tuple[int, int]) -> None:
+        """Open the files that hold something of these vshards, or of no table: they can be read from now on, pruned or not."""
+        for place in self.chunks():
+            if place.kind > LATE or place.overlaps(vshards):
+                self.segment(place)
+
     def read(self, place: ChunkPlace, buffer: ChunkBuffer) -> tuple[Header, dict[str, npt.NDArray[Any]]]:
         """Read a chunk and check every bit of it. The columns lie in `buffer`, until its next use.
 
@@ -207,7 +213,7 @@ class Level:
             yield from places
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; what is read later opens them again."""
         for one in self._segments.values():
             one.close()
         self._segments.clear()
@@ -239,7 +245,7 @@ def open_chain(path: str, generation: int, catalogues: Catalogues) -> list[Level
             try:
                 levels.append(Level(path, parent, catalogues))
             except Exception as error:
-                if isinstance(error, CorruptionError):
+                if isinstance(error, (CorruptionError, FormatVersionError)):
                     error.args = (f"its parent {parent}: {error}",)
                     raise
                 raise CorruptionError(f"its parent {parent}: {error}", generation=parent) from error

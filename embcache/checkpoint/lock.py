@@ -15,7 +15,7 @@ from ..errors import ConfigError, LockedError
 from .files import Files, refusals
 from .names import LOCK
 
-__all__ = ["RankLock", "refuse_remote"]
+__all__ = ["RankLock", "holder", "note_holder", "refuse_remote"]
 
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse", "9p", "ceph", "glusterfs", "lustre", "afs")
 
@@ -26,7 +26,7 @@ def refuse_remote(path: str) -> None:
     if kind.split(".")[0] in _REMOTE:
         raise ConfigError(
             f"{path} lies on a file system of type {kind!r}, whose locks and syncs cannot be relied on; give a path on a local "
-            "disk, or force=True if you know that yours can be"
+            "disk, and copy the directory from there once it is saved (checkpoint.Writer(path, force=True) writes to it all the same)"
         )
 
 
@@ -43,6 +43,19 @@ def file_system(path: str) -> str:
     except (OSError, ValueError, IndexError):
         pass
     return ""
+
+
+def holder(descriptor: int) -> int | None:
+    """The process that a lock's text names; None where it names none."""
+    text = os.pread(descriptor, 32, 0).strip()
+    return int(text) if text.isdigit() and len(text) <= 20 else None
+
+
+def note_holder(descriptor: int) -> None:
+    """Have a lock that we hold say so."""
+    ours = b"%-20d" % os.getpid()
+    if os.pread(descriptor, len(ours), 0) != ours:  # else a busy disk's journal would be waited for
+        os.pwrite(descriptor, ours, 0)
 
 
 class RankLock:
@@ -68,16 +81,13 @@ class RankLock:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
+                pid = holder(self._descriptor)
                 self._close()
-                pid = int(text) if text.isdigit() else None
                 raise LockedError(
-                    f"{self._folder}: process {text or 'unknown'} is writing a checkpoint there; wait for it, or give another path",
+                    f"{self._folder}: process {pid or 'unknown'} is writing a checkpoint there; wait for it, or give another path",
                     pid=pid,
                 ) from None
-            ours = b"%-20d" % os.getpid()
-            if os.pread(self._descriptor, len(ours), 0) != ours:  # else a busy disk's journal would be waited for
-                os.pwrite(self._descriptor, ours, 0)
+            note_holder(self._descriptor)
 
     def release(self) -> None:
         """Give the folder back, if it was taken; again does nothing."""

@@ -33,7 +33,7 @@ from .files import Files, refusals
 from .names import CATALOGUE, abandoned_manifests, check_rank, commit_name, manifest_name, published, rank_name
 from .sealed import COMMIT, MANIFEST, read, seal
 
-__all__ = ["Manifest", "RankPart", "names_rank", "publish", "read_manifest", "write_commit"]
+__all__ = ["Manifest", "RankPart", "names_rank", "publish", "read_manifest", "stamp_of", "write_commit"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,19 @@ def read_manifest(path: str, generation: int) -> Manifest:
     if manifest.generation != generation:
         raise CorruptionError(f"{place}: the manifest of generation {manifest.generation}", generation=generation)
     return manifest
+
+
+def stamp_of(path: str, generation: int) -> tuple[int, int, int] | None:
+    """What tells the manifest at `path` from another one of its number; None where there is none.
+
+    Pruning unlinks the manifest before anything else of a generation, and `embcache compact` puts another directory in the place of
+    this one. So what fails while the stamp stays the same is damaged; else it was pruned or replaced meanwhile.
+    """
+    try:
+        found = os.lstat(os.path.join(path, manifest_name(generation)))
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def names_rank(path: str, generation: int, rank: int) -> bool:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._core.digest import hash_keys
-from ..errors import ConfigError, CorruptionError, EmbCacheError
+from ..errors import ConfigError, CorruptionError, EmbCacheError, FormatVersionError, StorageError
 from .chunk import ERASED, LATE, ROWS, WAITING, ChunkBuffer
 from .description import TableDescription
 from .helper import Helper
 from .level import Catalogues, ChunkPlace, Level, LevelTable, open_chain
+from .manifest import stamp_of
 from .names import VSHARDS, check_rank, published, vshards_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FilterState", "Reader", "Rows"]
 
+_TRIES = 100  # each but the last takes a pruning between two steps
 _WINDOW_KEYS = 8 << 20  # changed keys that are held in memory at a time, 8 bytes each
 
 
@@ -102,11 +104,16 @@ class Reader:
         There is no checkpoint at `path`, or not that generation.
     CorruptionError
         The wanted generation does not hold, or none does; the message lists the reasons.
+    FormatVersionError
+        The wanted generation, or the newest, is of a newer format: it is no damage, so it is not passed over.
+    StorageError
+        The process has no descriptor left.
 
     Notes
     -----
-    What is open does not change: generations that are published or pruned meanwhile are not seen. Thread safety: one
-    thread at a time.
+    What is open does not change: all its files are open, so generations that are published or pruned meanwhile are not seen, and the
+    disk gets the space of a pruned one back when the last reader of it is closed. One that is pruned, or put into the place of
+    another, between two steps of opening it is no damage: the newest ones are looked at again. Thread safety: one thread at a time.
     """
 
     def __init__(
@@ -131,29 +138,60 @@ class Reader:
         catalogues = Catalogues(self.path)
         try:
             self._choose(generation, before, check == "chunks", catalogues)
+        except BaseException:  # a signal, with files open
+            self.close()
+            raise
         finally:
             catalogues.close()
         self.generation = self._levels[0].generation
         self.chain = [level.generation for level in reversed(self._levels)]
 
     def _choose(self, generation: int | None, before: int | None, chunks: bool, catalogues: Catalogues) -> None:
+        tries = 1
+        while not self._look(generation, before, chunks, catalogues, tries == _TRIES):
+            catalogues.close()  # their copies may be older than what is there by now
+            tries += 1
+
+    def _look(
+        self, generation: int | None, before: int | None, chunks: bool, catalogues: Catalogues, last: bool
+    ) -> bool:
+        """Open the first one that holds; False where one that did not was pruned or replaced meanwhile, unless it is the `last` try."""
+        self.skipped = []
         held = [number for number in published(self.path) if before is None or number < before]
         if generation is None and not held:
             older = "" if before is None else f" older than generation {before}"
             raise ConfigError(f"{self.path}: holds no checkpoint{older}; save one there, or give another path")
         for number in reversed(held) if generation is None else [generation]:
+            stamp = stamp_of(self.path, number)
             try:
                 self._levels = open_chain(self.path, number, catalogues)
+                self._hold_files()
                 if chunks:
                     self.verify()
-                return
+                return True
             except EmbCacheError as error:
                 self.close()
-                if generation is not None:
+                moved = stamp_of(self.path, number) != stamp or (stamp is None and generation is None)
+                if moved and not last:
+                    return False
+                if generation is not None or isinstance(error, StorageError):
                     raise
+                if isinstance(error, FormatVersionError):
+                    raise FormatVersionError(
+                        f"{error}; or give the number of an older generation ({self.path} holds {', '.join(map(str, held[-8:]))})"
+                    ) from error
                 self.skipped.append((number, str(error)))
         reasons = "; ".join(f"{number}: {reason}" for number, reason in self.skipped)
         raise CorruptionError(f"{self.path}: no generation holds: {reasons}", generation=self.skipped[0][0])
+
+    def _hold_files(self) -> None:
+        """Have everything open that is going to be read; a chain of more files than the process may open has them opened one by one."""
+        try:
+            for level in self._levels:
+                level.hold(self.vshards)
+        except StorageError:
+            for level in self._levels:
+                level.close()
 
     def verify(self) -> int:
         """Check the digest of every chunk that this rank reads; returns their bytes. `CorruptionError` at the first damage."""
@@ -202,6 +240,10 @@ class Reader:
         if name not in blobs:
             raise ConfigError(f"generation {self.generation} has no state {name!r}; it has {self.state_names}")
         return b"".join(piece.tobytes() for piece in self.state_pieces(name))
+
+    def state_bytes(self, name: str) -> int:
+        """How many bytes `state` gives, as the catalogue says: none is read."""
+        return sum(place.rows for place in self._levels[0].blobs[name])
 
     def state_pieces(self, name: str) -> Iterator[npt.NDArray[np.uint8]]:
         """The caller's bytes of that name, a chunk at a time; each piece is valid until the next one is asked for."""

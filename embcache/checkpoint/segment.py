@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CorruptionError
+from ..errors import CorruptionError, StorageError
 from .chunk import ALIGNMENT
 from .files import FULL, Files, refusals
 from .helper import Helper
@@ -26,6 +26,7 @@ from .sealed import SEGMENT, seal, unseal
 __all__ = ["MOST_SEGMENT_BYTES", "SegmentReader", "SegmentWriter"]
 
 MOST_SEGMENT_BYTES = 64 << 30
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _AHEAD_BYTES = 256 << 20
 _BEHIND_FROM = 16 << 20  # bytes of a file from which on it is written in threads
 _THREADS = 2
@@ -164,6 +165,8 @@ class SegmentReader:
     ------
     CorruptionError
         Absent, of another length than the manifest says, or not the file that it should be.
+    StorageError
+        The process has no descriptor left.
     """
 
     def __init__(self, folder: str, name: str, length: int, generation: int, rank: int, number: int) -> None:
@@ -171,6 +174,9 @@ class SegmentReader:
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
+            if error.errno in NO_DESCRIPTOR:  # a long chain of several ranks: says nothing of the file
+                remedy = "raise the limit of open files (ulimit -n)"
+                raise StorageError(error.errno, f"{error.strerror}: {remedy}", self.path) from error
             raise CorruptionError(f"{self.path}: cannot be read ({error.strerror})", generation=generation) from error
         self.length = length
         try:

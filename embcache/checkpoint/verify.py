@@ -11,10 +11,12 @@ from ..errors import EmbCacheError
 from .catalogue import CatalogueReader
 from .chunk import ChunkBuffer
 from .level import Catalogues, Level
+from .manifest import stamp_of
 from .names import CATALOGUE, LOCK, published, rank_name, ranks
 
 __all__ = ["Finding", "verify"]
 
+_PASSES = 100  # each but the last takes a pruning while it reads
 _TOP = re.compile(r"(MANIFEST-\d{16}|rank-\d{4})")
 _RANK = re.compile(rf"(segment-\d{{16}}-\d{{4}}|{re.escape(CATALOGUE)}(-lock)?|{LOCK})")
 
@@ -50,6 +52,11 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], objec
     -------
     list of Finding
         Empty: every generation can be restored, bit by bit as it was written.
+
+    Notes
+    -----
+    It may run beside a writer: a generation that is pruned while it is read is left out, and those that have come since are
+    looked at as well then.
     """
     path = os.path.abspath(os.fspath(path))
     findings = _strangers(path)
@@ -62,35 +69,86 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], objec
             problem = _catalogue_problem(folder)
             if problem:  # without a manifest it is what a writer left that never got to its first generation
                 findings.append(Finding("damage" if held else "note", None, problem))
-    catalogues = Catalogues(path)
-    levels: dict[int, Level] = {}
-    broken: dict[int, str] = {}
-    try:
-        for generation in held:
+    reading = _Reading(path, progress)
+    for _ in range(_PASSES):
+        findings += reading.of(held)
+        if not reading.moved:
+            break
+        held = [number for number in published(path) if number not in reading.done]
+    return findings
+
+
+class _Reading:
+    """Generations of a directory, read one after the other, while others may prune them.
+
+    Attributes
+    ----------
+    done : dict
+        Generation -> what is wrong with its manifest, catalogue or lengths; empty where nothing is.
+    moved : bool
+        Whether one of the last pass was pruned or replaced before it was read.
+    """
+
+    def __init__(self, path: str, progress: Callable[[int, int], object] | None) -> None:
+        self._path = path
+        self._progress = progress
+        self._bytes = 0
+        self._buffer = ChunkBuffer()
+        self.done: dict[int, str] = {}
+        self.moved = False
+
+    def of(self, held: list[int]) -> list[Finding]:
+        """What is wrong with these generations."""
+        findings: list[Finding] = []
+        stamps = {generation: stamp_of(self._path, generation) for generation in held}
+        self.moved = False
+        levels: dict[int, Level] = {}
+        catalogues = Catalogues(self._path)
+        try:
+            for generation in held:
+                try:
+                    levels[generation] = Level(self._path, generation, catalogues)
+                except EmbCacheError as error:
+                    if not self._has_moved(generation, stamps):
+                        self.done[generation] = str(error)
+                        findings.append(Finding("damage", generation, str(error)))
+        finally:
+            catalogues.close()
+        total = self._bytes + sum(place.length for level in levels.values() for place in level.chunks())
+        for generation, level in levels.items():
             try:
-                levels[generation] = Level(path, generation, catalogues)
-            except EmbCacheError as error:
-                broken[generation] = str(error)
-                findings.append(Finding("damage", generation, str(error)))
-    finally:
-        catalogues.close()
-    total = sum(place.length for level in levels.values() for place in level.chunks())
-    done, buffer = 0, ChunkBuffer()
-    for generation, level in levels.items():
+                found = self._of_parent(level) + self._of_chunks(level, stamps, total)
+            finally:
+                level.close()
+            if not found or not self._has_moved(generation, stamps):
+                self.done[generation] = ""
+                findings += found
+        return findings
+
+    def _of_parent(self, level: Level) -> list[Finding]:
         parent = level.manifest.parent
-        if parent is not None and parent not in levels:
-            reason = broken.get(parent, "it is missing")
-            findings.append(Finding("damage", generation, f"its parent {parent} cannot be used: {reason}"))
+        reason = "" if parent is None else self.done.get(parent, "it is missing")
+        return [Finding("damage", level.generation, f"its parent {parent} cannot be used: {reason}")] if reason else []
+
+    def _of_chunks(self, level: Level, stamps: dict[int, tuple[int, int, int] | None], total: int) -> list[Finding]:
+        findings = []
         for place in level.chunks():
             try:
-                level.read(place, buffer)
+                level.read(place, self._buffer)
             except EmbCacheError as error:
-                findings.append(Finding("damage", generation, str(error)))
-            done += place.length
-            if progress is not None:
-                progress(done, total)
-        level.close()
-    return findings
+                findings.append(Finding("damage", level.generation, str(error)))
+                if self._has_moved(level.generation, stamps):
+                    break
+            self._bytes += place.length
+            if self._progress is not None:
+                self._progress(self._bytes, total)
+        return findings
+
+    def _has_moved(self, generation: int, stamps: dict[int, tuple[int, int, int] | None]) -> bool:
+        """Whether what was found concerns a generation that is not there any more."""
+        moved = stamps[generation] is None or stamp_of(self._path, generation) != stamps[generation]
+        self.moved = self.moved or moved
+        return moved
 
 
 def _catalogue_problem(folder: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -67,10 +68,23 @@ def run(given: argparse.Namespace, output: Output) -> int:
 
 
 def examine(path: str, progress: Callable[[int, int], object] | None = None) -> list[Finding]:
-    """What is wrong at `path`, whatever is there. `LockedError` where a table directory is in use."""
+    """What is wrong at `path`, whatever is there.
+
+    Raises
+    ------
+    ConfigError
+        Nothing is there, or something that no one would verify: a pipe, the header of a table directory.
+    LockedError
+        A table directory is in use.
+    """
     report = progress or (lambda done, total: None)
     try:
         what = kind_of(path)
+    except OSError as error:
+        return [Finding("damage", None, f"{path}: cannot be read ({error.strerror or error})")]
+    if what == FILE:
+        _refuse_file(path)
+    try:
         if what == CHECKPOINT:
             return verify(path, progress=report)
         if what == TABLE:
@@ -100,10 +114,19 @@ def _table(path: str) -> list[Finding]:
 # ------------------------------------------------------------------------------------------------------------ one file
 
 
+def _refuse_file(path: str) -> None:
+    """`ConfigError` for a file that has been given by mistake: nothing is wrong with it."""
+    if not os.path.isfile(path):
+        raise ConfigError(
+            f"{path}: is no regular file; give the path of a checkpoint, a table directory or a file of one"
+        )
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(8) == b"EMBCTBL\n":
+            raise ConfigError(f"{path}: is the header of a table directory; give the directory")
+
+
 def _file(path: str, report: Callable[[int, int], object]) -> list[Finding]:
     """A manifest, a commit, a segment or a catalogue, told by its first bytes."""
-    if not os.path.isfile(path):
-        raise ConfigError(f"{path}: is no regular file")
     with open(path, "rb") as file:
         head = file.read(_PAGE)
     if head[:8] == b"EMBCKPT\n":
@@ -114,8 +137,6 @@ def _file(path: str, report: Callable[[int, int], object]) -> list[Finding]:
         return []
     if head[16:20] == _LMDB_MAGIC or head[24:28] == _LMDB_MAGIC:
         return [Finding("damage", None, f"{path}: {problem}") for problem in problems_of(path)]
-    if head[:8] == b"EMBCTBL\n":
-        raise ConfigError(f"{path}: the header of a table directory; give the directory")
     return [Finding("damage", None, f"{path}: not a file of embcache, or its first bytes are damaged")]
 
 

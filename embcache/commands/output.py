@@ -48,7 +48,10 @@ def bytes_text(count: int) -> str:
 
 
 class Output:
-    """Where a command's words go: results to standard output, all else to standard error."""
+    """Where a command's words go: results to standard output, all else to standard error.
+
+    Whoever reads them may go when they have seen enough: a closed pipe ends the words, not the command, and its exit code stays.
+    """
 
     def __init__(self, as_json: bool, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self.as_json = as_json
@@ -58,14 +61,13 @@ class Output:
     def give(self, result: dict[str, Any], lines: Iterable[str]) -> None:
         """The result of a command: the object as JSON, or the lines."""
         if self.as_json:
-            self._out.write(json.dumps(result, indent=1, allow_nan=False, default=_plain) + "\n")
-        else:
-            for line in lines:
-                self._out.write(line.encode("utf-8", "replace").decode() + "\n")
+            lines = [json.dumps(result, indent=1, allow_nan=False, default=_plain)]
+        for line in lines:
+            _write(self._out, line.encode("utf-8", "replace").decode() + "\n")
 
     def error(self, message: str) -> None:
         """Something that went wrong, for people."""
-        self._err.write(f"embcache: {message.encode('utf-8', 'backslashreplace').decode()}\n")
+        _write(self._err, f"embcache: {message.encode('utf-8', 'backslashreplace').decode()}\n")
 
     def note(self, message: str) -> None:
         """Something worth knowing that is no result."""
@@ -82,11 +84,28 @@ class Output:
 
     def flush(self) -> None:
         """So that a reader who has gone is noticed here and not at the interpreter's end."""
-        self._out.flush()
+        try:
+            self._out.flush()
+        except BrokenPipeError:
+            _forget(self._out)
 
     def progress(self, total: int, doing: str, unit: str = "B") -> Progress:
         """A bar with rate and time left; nothing where standard error is no terminal."""
         return Progress(total, doing, unit, self._err)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+    except BrokenPipeError:
+        _forget(stream)
+
+
+def _forget(stream: TextIO) -> None:
+    """Nobody reads this stream any more: what is written from now on, and what it still holds, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class Progress:

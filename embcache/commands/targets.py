@@ -4,6 +4,10 @@
 the next command for the same target removes what dead ones left. A target that exists is exchanged for the new content in
 one step of the file system (``renameat2``), so at any moment one of the two is there, whole. While the new one is built,
 the old one is locked: nobody can save into what is about to go.
+
+Some file systems cannot exchange. There the old one is moved into the folder first, as ``old``, and the new one out of it then; whatever
+ends the command in between, the old one gets its name again, here or by the next command. Should somebody have taken that name
+meanwhile, it is kept beside it as ``TARGET.old-N``, and a warning says so. It goes only once the new one has its name, durably.
 """
 
 from __future__ import annotations
@@ -11,21 +15,29 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 
+from ..checkpoint.lock import holder, note_holder
 from ..checkpoint.names import LOCK
 from ..errors import ConfigError, LockedError
 from .paths import CHECKPOINT, EMPTY, FILE, TABLE, kind_of
 
-__all__ = ["check_apart", "put_back", "replacing"]
+__all__ = ["PLACED", "check_apart", "put_back", "replacing"]
+
+LOG = logging.getLogger("embcache")
+
+PLACED: list[str] = []  # targets that have got new content, for the last words of a command that is interrupted
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2  # of renameat2
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _LEFT = r"\.embcache-(\d+)"
+_NEW = "new"  # a file in the folder which holds the identity of the new content, once that is whole
 
 
 def check_apart(source: str, target: str) -> None:
@@ -65,11 +77,16 @@ def replacing(target: str, kind: str, force: bool) -> Iterator[str]:
         _hold_old(target, kind, stack)
         folder = _make_folder(target, stack)
         content = os.path.join(folder, "content")
+        placed: list[str] = []
+        stack.callback(_tidy, folder, target, placed)
         yield content
         _sync(content)
         _sync(folder)
         _check(target, kind, force)  # the world went on meanwhile
+        with open(os.path.join(folder, _NEW), "w", encoding="ascii") as file:
+            file.write(_identity(content))
         _put(content, target, force)
+        placed.append(target)
         _sync(os.path.dirname(target))
 
 
@@ -92,7 +109,7 @@ def _check(target: str, kind: str, force: bool) -> None:
 
 
 def _make_folder(target: str, stack: ExitStack) -> str:
-    """The folder to build in: made, locked, and removed at the end of `stack` with whatever is in it then."""
+    """The folder to build in: made, and locked until the end of `stack`."""
     folder = f"{target}.embcache-{os.getpid()}"
     while True:
         try:
@@ -107,7 +124,6 @@ def _make_folder(target: str, stack: ExitStack) -> str:
                     break
             except (BlockingIOError, FileNotFoundError):
                 pass  # between the two calls somebody took it for what a dead process left
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
@@ -119,16 +135,61 @@ def _lock(folder: str, stack: ExitStack) -> None:
 
 def put_back(target: str) -> None:
     """Remove what commands that have died were building for this target; one that was being replaced gets its name again."""
-    above, name = os.path.split(os.path.abspath(target))
+    target = os.path.abspath(target)
+    above, name = os.path.split(target)
     for other in os.listdir(above):
         if not re.fullmatch(re.escape(name) + _LEFT, other):
             continue
         folder = os.path.join(above, other)
         with ExitStack() as stack, suppress(BlockingIOError, FileNotFoundError, NotADirectoryError):
             _lock(folder, stack)
-            if os.path.lexists(os.path.join(folder, "old")) and not os.path.lexists(target):
-                os.rename(os.path.join(folder, "old"), target)
-            shutil.rmtree(folder, ignore_errors=True)
+            _tidy(folder, target)
+
+
+def _tidy(folder: str, target: str, placed: list[str] | None = None) -> None:
+    """Remove the folder of a command that has ended or died, but not what it was replacing unless the new one has its place.
+
+    Of this process's own command, `placed` names the target once it has; else what the folder says of the new one decides.
+    """
+    content, old = os.path.join(folder, "content"), os.path.join(folder, "old")
+    new = ""  # it did not get as far as its target
+    with suppress(OSError, ValueError), open(os.path.join(folder, _NEW), encoding="ascii") as file:
+        new = file.read()
+    if placed or (new and new == _identity(target)):
+        if placed is not None:
+            PLACED.append(target)
+        old = old if os.path.lexists(old) else content  # by two steps, or by an exchange
+        if os.path.lexists(old):
+            try:  # else a power cut could find the old one removed, and the new one without its name
+                _sync(os.path.dirname(target))
+            except OSError:
+                _keep_old(old, target)
+    elif os.path.lexists(old):
+        if os.path.lexists(target):
+            _keep_old(old, target)
+        else:
+            os.rename(old, target)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_old(old: str, target: str) -> None:
+    """Give what was to be replaced a name of its own beside the target, and say so."""
+    for number in count(1):
+        kept = f"{target}.old-{number}"
+        if os.path.lexists(kept):
+            continue
+        os.rename(old, kept)
+        LOG.warning("%s: what was there before is kept as %s, whole; remove it where it is not wanted", target, kept)
+        return
+
+
+def _identity(path: str) -> str:
+    """What tells a file or a folder from every other one, wherever it is moved; empty where there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return ""
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def _hold_old(target: str, kind: str, stack: ExitStack) -> None:
@@ -144,14 +205,23 @@ def _hold_old(target: str, kind: str, stack: ExitStack) -> None:
 
 
 def _hold(path: str, stack: ExitStack) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Lock a table's directory, or the lock of a rank's folder, whose text then says that it is we who have it."""
+    try:
+        descriptor = os.open(path, (os.O_RDONLY if os.path.isdir(path) else os.O_RDWR) | os.O_CLOEXEC)
+    except PermissionError:  # we may replace what we may not write to
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        pid = None if os.path.isdir(path) else holder(descriptor)
+        by = "" if pid is None else f" by process {pid}"
         raise LockedError(
-            f"{path}: is in use, so nothing can be replaced: close it there first, or give another path"
+            f"{path}: is in use{by}, so nothing can be replaced: close it there first, or give another path", pid=pid
         ) from None
+    if not os.path.isdir(path):
+        with suppress(OSError):  # a file that we may not write to; it costs others a wrong number in a message
+            note_holder(descriptor)
 
 
 def _put(content: str, target: str, force: bool) -> None:
@@ -163,7 +233,7 @@ def _put(content: str, target: str, force: bool) -> None:
     elif not os.path.isdir(target) or not os.listdir(target):
         os.replace(content, target)  # of a file and of an empty directory the system does this in one step
     elif not _renameat2(content, target, _EXCHANGE):
-        # A file system without it. Dying between the two leaves the old one as `old`, which the next command puts back.
+        # A file system without it: see `_tidy`.
         os.rename(target, os.path.join(os.path.dirname(content), "old"))
         os.rename(content, target)
 

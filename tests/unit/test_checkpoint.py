@@ -350,6 +350,24 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         writer.begin()
 
 
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+@pytest.mark.parametrize("kind", ["file", "link to nothing"])
+def test_a_path_that_is_no_directory_is_named(tmp_path: Path, below: str, kind: str) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("mine") if kind == "file" else taken.symlink_to(tmp_path / "nothing")
+    with Writer(taken / below) as writer, pytest.raises(ConfigError, match=rf"^{taken}: exists and is no directory"):
+        writer.begin()
+    assert os.listdir(tmp_path) == ["taken"]
+
+
+def test_a_remote_file_system_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embcache.checkpoint.lock.file_system", lambda path: "nfs4")
+    with Writer(tmp_path) as writer, pytest.raises(ConfigError, match=r"'nfs4'.*Writer\(path, force=True\)"):
+        writer.begin()
+    with Writer(tmp_path, force=True) as writer:
+        assert writer.begin() == 1
+
+
 def test_pruning_keeps_what_kept_deltas_need(tmp_path: Path) -> None:
     description = TableDescription("t", 2)
     columns = columns_for(description, keys_of(0, 100), 0)

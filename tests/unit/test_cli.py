@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import embcache
-from embcache.checkpoint import Finding, TableDescription, Writer
+from embcache.checkpoint import Finding, Reader, TableDescription, Writer
 from embcache.cli import main, parser
 from embcache.commands.findings import examine
 from embcache.commands.output import Output, code_of
@@ -151,6 +151,43 @@ def test_verify_of_a_table_directory(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (path / "header").exists()
 
 
+def test_verify_of_what_nobody_would_verify_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with EmbTable("t", 4, directory=tmp_path / "table") as table:
+        table.insert(np.arange(10))
+    os.mkfifo(tmp_path / "pipe")
+    for path, remedy in ((tmp_path / "table" / "header", "give the directory"), (tmp_path / "pipe", "give the path")):
+        code, result = run(capsys, "verify", path)
+        assert (code, result["error"]["type"]) == (2, "ConfigError") and remedy in result["error"]["message"]
+    with pytest.raises(ConfigError):
+        examine(str(tmp_path / "pipe"))
+
+
+def test_inspect_reads_no_state_to_say_how_long_it_is(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Reader(saved, 1) as reader:
+        assert reader.state_bytes("dense") == len(reader.state("dense")) == 5000
+    monkeypatch.setattr(Reader, "state_pieces", None)
+    monkeypatch.setattr(Reader, "state", None)
+    code, result = run(capsys, "inspect", f"{saved}@1", "--quick")
+    assert (code, result["states"]) == (0, {"dense": 5000})
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_mistake_of_ours_is_no_finding(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    def planted(path: str) -> None:
+        raise TypeError("planted")
+
+    monkeypatch.setattr("embcache.commands.listing.generations", planted)
+    assert main(["list", str(saved), *(["--json"] if as_json else [])]) == 3
+    said = capsys.readouterr()
+    assert "Traceback" in said.err and "in planted" in said.err and "please report" in said.err
+    if as_json:
+        assert json.loads(said.out) == {"error": {"type": "TypeError", "message": "planted", "exit_code": 3}}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_verify_never_crashes_on_any_file(saved: Path, tmp_path: Path, seed: int) -> None:
     """Whatever is done to the files, it ends in findings."""
@@ -215,6 +252,26 @@ def test_the_progress_bar_shows_on_a_terminal_that_says_it_has_no_width(monkeypa
     finally:
         os.close(ours)
         os.close(terminal)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_closed_pipe_changes_no_exit_code(copy: Path, as_json: bool, unbuffered: bool) -> None:
+    """Whether the words are noticed to go nowhere when they are written, or when they are flushed."""
+    (copy / "MANIFEST-0000000000000001").write_bytes(b"EMBCKPT\n" + bytes(100))
+    environment = os.environ | {"PYTHONPATH": str(Path(embcache.__file__).parents[1])}
+    code = "import sys; from embcache.cli import main; sys.exit(main(sys.argv[1:]))"
+    if unbuffered:
+        code = f"import io, sys; sys.stdout = io.TextIOWrapper(open(1, 'wb', 0), write_through=True); {code}"
+    for path, expected in ((copy, 1), (copy / "absent", 2)):
+        read, write = os.pipe()
+        os.close(read)
+        try:
+            command = [sys.executable, "-c", code, "list", path, *(["--json"] if as_json else [])]
+            ran = subprocess.run(command, env=environment, stdout=write, stderr=subprocess.PIPE, check=False)
+        finally:
+            os.close(write)
+        assert ran.returncode == expected and b"Traceback" not in ran.stderr and b"BrokenPipe" not in ran.stderr
 
 
 def test_the_command_of_a_checkout_works_without_torch_and_survives_a_closed_pipe(saved: Path) -> None:

@@ -188,6 +188,20 @@ def test_i10_a_table_that_is_saved_and_restored_at_any_time_follows_a_dict(tmp_p
     assert verify(tmp_path) == []
 
 
+def test_deltas_with_much_beside_their_rows_give_way_before_the_disk_is_full_of_it(tmp_path: Path) -> None:
+    """A chain is kept as a whole, the caller's state in each of its deltas too; what this save writes of it, it writes either way."""
+    table, state = EmbTable("t", 8), {"dense": bytes(400_000)}
+    table.insert(np.arange(20_000))
+    full_bytes = 20_000 * table.description.row_bytes + 400_000
+    kinds = []
+    for step in range(12):
+        table.assign(np.arange(200), np.full((200, 8), step, np.float32))
+        table.save(tmp_path, delta=True, state=state, keep=1)
+        kinds.append(generations(tmp_path)[-1].kind)
+        assert sum(one.bytes for one in generations(tmp_path)) < 2.1 * full_bytes
+    assert kinds == ["full", "delta", "delta"] * 4
+
+
 def test_a_delta_that_is_not_known_to_be_one_is_a_full_generation(tmp_path: Path) -> None:
     table = EmbTable("t", 8)
     keys = np.arange(3000)

@@ -202,8 +202,9 @@ def what_is_written_counts_as_unchanged_too_late(monkeypatch: pytest.MonkeyPatch
 def test_r16_a_planted_bug_is_found(
     tmp_path: Path, gate: type[Gate], monkeypatch: pytest.MonkeyPatch, bug: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    """The comparison sees what it is there to see."""
+    """The comparison sees what it is there to see; at the latest in the fifth run, as the writer may be quick and have read a
+    row before it is erased."""
     bug(monkeypatch)
     with pytest.raises((AssertionError, ec.CorruptionError, ec.ChangedError)):
-        for delta in (False, True):
-            steady_run(gate, tmp_path / str(delta), delta)
+        for number in range(10):
+            steady_run(gate, tmp_path / str(number), number % 2 == 1)

@@ -363,9 +363,15 @@ class Rig:
             )
             assert len(self.tables[t]) == len(table.rows)
             standings = {name: column.tolist() for name, column in self.manager.standings(t).items()}
+            ranks = table.policy.ranks()
+            if table.policy.__class__.__name__ == "LookAhead":
+                # They count notices, and the core has those of unfinished plans among them: only their order means anything.
+                ranks, standings["ranks"] = (
+                    [sorted(set(some)).index(one) for one in some] for some in (ranks, standings["ranks"])
+                )
             assert standings == {
                 "keys": table.policy.ordered(),
-                "ranks": table.policy.ranks(),
+                "ranks": ranks,
                 "uses": table.policy.uses(),
                 "ghosts": table.policy.ghosts(),
             }

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .errors import ConfigError, shown, whole_number
-from .record import record
 from .rowtypes import row_type
 
 __all__ = [
@@ -91,21 +90,21 @@ def _integer(owner: str, name: str, value: Any, *, low: int, high: int = INT64_M
 # ---------------------------------------------------------------------------------------------------- initial values
 
 
-@record
+@dataclass(frozen=True)
 class Initializer:
     """Base of the initial-value rules. A new row is a pure function of (table name, seed, key, element): promise I8."""
 
     kind: ClassVar[str] = ""
 
 
-@record
+@dataclass(frozen=True)
 class Zeros(Initializer):
     """Every element is 0."""
 
     kind: ClassVar[str] = "zeros"
 
 
-@record
+@dataclass(frozen=True)
 class Constant(Initializer):
     """Every element is `value`."""
 
@@ -116,7 +115,7 @@ class Constant(Initializer):
         object.__setattr__(self, "value", _finite("Constant", "value", self.value, float32=False))
 
 
-@record
+@dataclass(frozen=True)
 class Uniform(Initializer):
     """Uniform in [low, high): low + (high - low) * u in float32, u a multiple of 2**-24."""
 
@@ -131,7 +130,7 @@ class Uniform(Initializer):
             raise ConfigError(f"Uniform: low = {self.low!r} exceeds high = {self.high!r}; swap them")
 
 
-@record
+@dataclass(frozen=True)
 class Normal(Initializer):
     """Normal with the given mean and standard deviation, by inversion with IEEE basic operations only."""
 
@@ -144,7 +143,7 @@ class Normal(Initializer):
         object.__setattr__(self, "std", _finite("Normal", "std", self.std, low=0.0, float32=False))
 
 
-@record
+@dataclass(frozen=True)
 class TruncatedNormal(Initializer):
     """Normal truncated to mean +- 2 std, by counter-based rejection."""
 
@@ -157,7 +156,7 @@ class TruncatedNormal(Initializer):
         object.__setattr__(self, "std", _finite("TruncatedNormal", "std", self.std, low=0.0, float32=False))
 
 
-@record
+@dataclass(frozen=True)
 class LinearRamp(Initializer):
     """Element j of a row of dim d is start + (stop - start) * (j / d) in float32: the same row for every key."""
 
@@ -173,7 +172,7 @@ class LinearRamp(Initializer):
 # -------------------------------------------------------------------------------------------------------- optimizers
 
 
-@record
+@dataclass(frozen=True)
 class OptimizerSpec:
     """Base of the sparse optimizers. They are lazy: only rows touched by the batch change, weight decay included.
 
@@ -203,14 +202,14 @@ class OptimizerSpec:
         return ()
 
 
-@record
+@dataclass(frozen=True)
 class SGD(OptimizerSpec):
     """w -= lr * g."""
 
     kind: ClassVar[str] = "sgd"
 
 
-@record
+@dataclass(frozen=True)
 class Adagrad(OptimizerSpec):
     """s += g * g; w -= lr * g / (sqrt(s) + eps), as `torch.optim.Adagrad` on sparse gradients with lr_decay = 0."""
 
@@ -232,7 +231,7 @@ class Adagrad(OptimizerSpec):
         return (self.initial_accumulator_value,)
 
 
-@record
+@dataclass(frozen=True)
 class RowWiseAdagrad(Adagrad):
     """s += mean(g * g); w -= lr * g / (sqrt(s) + eps): one accumulator a row."""
 
@@ -242,7 +241,7 @@ class RowWiseAdagrad(Adagrad):
         return (1,)
 
 
-@record
+@dataclass(frozen=True)
 class Adam(OptimizerSpec):
     """As `torch.optim.SparseAdam`: m += (1-b1)(g-m); v += (1-b2)(g*g-v); w -= lr*sqrt(1-b2^t)/(1-b1^t) * m/(sqrt(v)+eps).
 
@@ -272,7 +271,7 @@ class Adam(OptimizerSpec):
 # ---------------------------------------------------------------------------------------------------------- the tables
 
 
-@record
+@dataclass(frozen=True)
 class ShowClick:
     """How keys are scored by the show/click policy: score = alpha * shows + beta * clicks, in float64.
 
@@ -320,7 +319,7 @@ class ShowClick:
         return self.score_decay < 1.0 or self.evict_percentage > 0.0
 
 
-@record
+@dataclass(frozen=True)
 class AdmitAndEvictConfig:
     """When a key earns a row and when it loses it.
 
@@ -486,7 +485,7 @@ class AdmitAndEvictConfig:
         return self.policy == "show_click"
 
 
-@record
+@dataclass(frozen=True)
 class TableConfig:
     """One embedding table.
 

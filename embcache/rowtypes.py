@@ -6,12 +6,12 @@ exact; storing rounds to the nearest number of the type, ties to even.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .errors import ConfigError, shown
-from .record import record
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ROW_TYPES", "RowType", "row_type"]
 
 
-@record
+@dataclass(frozen=True)
 class RowType:
     """One element type of weights.
 

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "embcache"
 
 # From the bottom up; a module may import what stands on an earlier line.
 LAYERS = [
-    ["errors", "record"],
+    ["errors"],
     ["rowtypes"],
     ["_core", "config"],
     ["checkpoint"],

@@ -1,7 +1,7 @@
 """Steps through a pipeline on the emulated device, whose figures are those of an emulation.
 
-A step of the device takes what the resident step was measured to take in the same run, so host work cannot hide behind a slow
-device; the device computes nothing (`Emulated(dry=True)`), so it takes no processor either. Ratios are times of whole runs of
+Where rows do not fit into HBM, a step of the device takes what the resident step was measured to take in the same run, so host work
+cannot hide behind a slow device; where the share of host work is given, it takes what makes it so. The device computes nothing (`Emulated(dry=True)`), so it takes no processor either. Ratios are times of whole runs of
 `STEPS` steps; where the peer is the device alone they are its share of our time: how busy it was.
 """
 

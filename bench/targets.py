@@ -137,8 +137,8 @@ TARGETS: Sequence[Target] = (
         "delta, 1 % dirty: time a changed row at 10 and 50 % over it (1: proportional; syncs and catalogue cost the same at any share)",
         "delta of 4 M x 64, 1.0% dirty: time",
         ".*",
-        1 / 3,
         1 / 1.5,
+        1 / 1.1,
     ),
     Target(
         "delta, 50 % dirty: time a changed row at 1 and 10 % over it (1: proportional)",

@@ -15,9 +15,9 @@ from ..checkpoint import Rows, TableDescription, Writer, empty_table
 from ..errors import ConfigError
 from ..rowtypes import ROW_TYPES
 from .directories import OPTIMIZERS, started_state
-from .gathering import ChunkFiller
+from .gathering import ChunkFiller, WindowFiller
 from .incoming import Arrays, Incoming, StreamArrays, described, natural_dtype
-from .ordering import DUPLICATES, Ordering, WindowFiller, check_unique
+from .ordering import DUPLICATES, Ordering, check_unique
 from .output import FINE, Output, Progress, bytes_text
 from .parquet import ParquetArrays
 from .paths import CHECKPOINT, TABLE

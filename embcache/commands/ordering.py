@@ -4,7 +4,7 @@
 there, one that does not is dealt out again by the next bits. In this order chunks hold neighbouring vshards, a table's pages
 are touched one after the other, and equal keys meet. (The partitioning pass of an external radix sort.)
 
-`WindowFiller` does it for as many rows as fit into memory at a time, without a temporary file: all that is written once is
+`gathering.WindowFiller` does it for as many rows as fit into memory at a time, without a temporary file: all that is written once is
 the checkpoint. Of a table that is larger than a window each chunk holds a few dozenths of the vshards, which is what readers
 of some vshards, and `windows_of`, can do with. Equal keys do not meet; `check_unique` looks for them before.
 """
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._core.digest import hash_keys
-from ..checkpoint import Rows, TableDescription, Writer
+from ..checkpoint import Rows, TableDescription
 from ..checkpoint.files import refusals
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["DUPLICATES", "Ordering", "WindowFiller", "check_unique", "row_dtype"]
+__all__ = ["DUPLICATES", "Ordering", "check_unique", "row_dtype"]
 
 DUPLICATES = ("refuse", "first", "last")
 _BUCKET_BYTES = 64 << 20  # what is sorted in memory, with what sorting takes for each row
@@ -34,7 +34,6 @@ _SORTING_BYTES = 48
 _HELD_BYTES = 32 << 20  # of all buckets together, before they are written
 _MOST_BITS = 8  # of the hash that are dealt out by at a time
 _READ_BYTES = 4 << 20
-_WINDOW_BYTES = 192 << 20  # of rows that are put into order together where there is no temporary file
 _KEYS_ONLY = np.dtype([("keys", np.int64)])
 
 
@@ -242,52 +241,3 @@ def check_unique(
         ordering.add_keys(keys)
     for _ in ordering.records():
         pass
-
-
-class WindowFiller:
-    """Takes rows of one table, each key once, and writes a window of them at a time, in the order of their hashes.
-
-    Parameters
-    ----------
-    writer : Writer
-        Nobody else writes meanwhile.
-    description : TableDescription
-    expected_rows : int
-        How many come, so that windows are of one size; more are no harm.
-    """
-
-    def __init__(self, writer: Writer, description: TableDescription, expected_rows: int) -> None:
-        self._writer = writer
-        self._description = description
-        windows = -(-expected_rows * description.row_bytes // _WINDOW_BYTES) or 1
-        self._most = max(-(-expected_rows // windows), 1)
-        self._held = 0
-        dtype = row_dtype(description)
-        self._columns = {
-            what: np.empty((self._most, *dtype[what].shape), dtype[what].base) for what in dtype.names or ()
-        }
-
-    def add(self, rows: Rows) -> None:
-        """Take rows; the arrays are copied."""
-        at = 0
-        while at < len(rows.keys):
-            n = min(self._most - self._held, len(rows.keys) - at)
-            for what, column in self._columns.items():
-                column[self._held : self._held + n] = getattr(rows, what)[at : at + n]
-            self._held += n
-            at += n
-            if self._held == self._most:
-                self.end()
-
-    def end(self) -> None:
-        """Write what is held."""
-        hashes = hash_keys(self._columns["keys"][: self._held])
-        # By more bits than vshards have, few enough for a radix sort.
-        order = np.argsort((hashes >> np.uint64(48)).astype(np.uint16), kind="stable")
-        most = self._writer.rows_per_chunk(self._description)
-        for at in range(0, self._held, most):
-            part = order[at : at + most]
-            for what, array in self._writer.rows_to_fill(self._description, len(part)).items():
-                np.take(self._columns[what], part, axis=0, out=array, mode="clip")  # "raise" would take a copy of all
-            self._writer.write_filled(self._description, len(part))
-        self._held = 0

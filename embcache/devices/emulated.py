@@ -191,6 +191,8 @@ class Emulated(CpuBackend):
 
     def sequence_forward(self, weights: Tensor, lookup: GroupLookup, out: Tensor | None = None) -> Tensor:
         self._begin()
+        if self._dry:
+            return weights.new_empty((lookup.position_count, weights.shape[1])) if out is None else out
         return super().sequence_forward(weights, lookup, out)
 
     def segment_update_pooled(self, rule: UpdateRule, weights: Tensor, *arguments: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from embcache.checkpoint import Reader, TableDescription, Writer
 from embcache.cli import main
-from embcache.commands import importing, ordering, sources
+from embcache.commands import gathering, importing, ordering, sources
 from embcache.commands.outgoing import npy_header, safetensors_header
 from embcache.table import EmbTable
 
@@ -459,7 +459,7 @@ def test_a_table_larger_than_a_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its chunks hold some of the vshards each, and readers of some vshards read little else; keys of two windows are compared."""
-    monkeypatch.setattr(ordering, "_WINDOW_BYTES", 400_000)
+    monkeypatch.setattr(gathering, "_WINDOW_BYTES", 400_000)
     monkeypatch.setattr(ordering, "_BUCKET_BYTES", 100_000)
     monkeypatch.setattr(ordering, "_HELD_BYTES", 20_000)
     monkeypatch.setattr(importing, "Writer", partial(Writer, chunk_bytes=1 << 16))

@@ -25,10 +25,10 @@ ROWS, DIM = 180_000, 512
 
 CHILD = """
 import sys
-from embcache.commands import differences, ordering, sources
+from embcache.commands import differences, gathering, ordering, sources
 for module, name in (
     (differences, "_WINDOW_BYTES"), (ordering, "_BUCKET_BYTES"), (ordering, "_HELD_BYTES"),
-    (ordering, "_WINDOW_BYTES"), (sources, "_MOST_MAPPED_BYTES"),
+    (gathering, "_WINDOW_BYTES"), (sources, "_MOST_MAPPED_BYTES"),
 ):
     setattr(module, name, getattr(module, name) // 6)
 from embcache.cli import main

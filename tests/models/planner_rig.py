@@ -364,8 +364,7 @@ class Rig:
             assert len(self.tables[t]) == len(table.rows)
             standings = {name: column.tolist() for name, column in self.manager.standings(t).items()}
             ranks = table.policy.ranks()
-            if table.policy.__class__.__name__ == "LookAhead":
-                # They count notices, and the core has those of unfinished plans among them: only their order means anything.
+            if table.policy.only_order:
                 ranks, standings["ranks"] = (
                     [sorted(set(some)).index(one) for one in some] for some in (ranks, standings["ranks"])
                 )

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 class Lru:
     """The least recently used goes first."""
 
+    only_order = False  # whether the numbers that `ranks` gives mean nothing but their order
+
     def __init__(self, capacity: int) -> None:
         self.keys: OrderedDict[int, int] = OrderedDict()
 
@@ -84,6 +86,8 @@ class Lfu(Lru):
 class S3Fifo:
     """A small queue for newcomers, a main queue for keys that proved themselves, and the keys that left the small one."""
 
+    only_order = False
+
     def __init__(self, capacity: int) -> None:
         self.small: OrderedDict[int, int] = OrderedDict()  # key -> uses since it came, 3 at most
         self.main: OrderedDict[int, int] = OrderedDict()
@@ -142,6 +146,8 @@ class S3Fifo:
 
 class LookAhead(Lru):
     """Who is not used in any batch to come goes first, in order of use; then who is used last of all."""
+
+    only_order = True  # they count notices, and the planner has those of unfinished plans among them
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

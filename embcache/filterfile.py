@@ -14,7 +14,17 @@ import numpy as np
 from .config import AdmitAndEvictConfig
 from .errors import ConfigError, CorruptionError
 
-__all__ = ["SKETCHES", "meaning", "merged_numbers", "pack", "pack_as", "sketch_name", "take_apart", "unpack"]
+__all__ = [
+    "SKETCHES",
+    "meaning",
+    "merged_numbers",
+    "pack",
+    "pack_as",
+    "sketch_cell_bytes",
+    "sketch_name",
+    "take_apart",
+    "unpack",
+]
 
 FORMAT = 2
 SKETCHES = ("sketch_young", "sketch_old")
@@ -23,6 +33,9 @@ SKETCHES = ("sketch_young", "sketch_old")
 def sketch_name(table: str, which: str) -> str:
     """The name of the bytes of one generation of a filter's sketch."""
     return f"filter/{table}/{which}"
+
+
+_CELL = "bytes of a sketch's counter (by admit_threshold)"
 
 
 def meaning(rule: AdmitAndEvictConfig) -> dict[str, Any]:
@@ -34,8 +47,14 @@ def meaning(rule: AdmitAndEvictConfig) -> dict[str, Any]:
         "time_source": rule.time_source,
         "sketch_bytes": rule.sketch_bytes,
         "admit_seed": rule.admit_seed if sketch else 0,
-        "bytes of a sketch's counter (by admit_threshold)": cell if sketch else 0,
+        _CELL: cell if sketch else 0,
     }
+
+
+def sketch_cell_bytes(kept: Any) -> int:
+    """Bytes of a counter of the sketch, by what `meaning` gave of its rule; 1 where that does not say."""
+    size = kept.get(_CELL) if isinstance(kept, dict) else None
+    return size if size in (1, 2, 4) else 1
 
 
 def pack(state: dict[str, Any], step: int, rule: AdmitAndEvictConfig) -> bytes:

@@ -19,7 +19,8 @@ from ._core.swap import SwapManager
 from ._core.table import Table
 from .checkpoint import Reader, RestoreReport, TableDescription, fill, holding, row_batches
 from .errors import ConfigError, CorruptionError
-from .filterfile import SKETCHES, meaning, merged_numbers, sketch_name
+from .filterfile import meaning
+from .filterparts import filter_state
 from .saving import check_names, describe, path_of
 from .values import decode
 
@@ -63,9 +64,10 @@ class _Prepared:
                 report.rows[name] = fill(reader, table, name)
         self.planner = self.manager.fresh_planner(self.tables)
         for t, name in enumerate(self.names):
-            state = _filter_state(reader, self.manager, t, name) if name in report.matched else None
-            if state is not None:
-                self.planner.import_filter(t, state)
+            if name in report.matched and self.manager.layout.tables[t].admit_and_evict is not None:
+                state = filter_state(reader, name)
+                if state is not None:
+                    self.planner.import_filter(t, state)
         self.planner.start_at(max(steps, default=0))
 
     def discard(self) -> None:
@@ -173,19 +175,6 @@ def _refuse_filter(reader: Reader, manager: EmbCacheManager, t: int, name: str) 
                 f"table {name!r}: the checkpoint has a filter with {what} = {kept.get(what)!r}, not {value!r}, so its counters mean something "
                 "else. Describe the filter as it was saved; or restore into a table without one, and copy the rows from there"
             )
-
-
-def _filter_state(reader: Reader, manager: EmbCacheManager, t: int, name: str) -> dict[str, Any] | None:
-    """What `SwapManager.import_filter` takes; None where there is none, or nobody to take it."""
-    kept = reader.filter(name)
-    if kept is None or manager.layout.tables[t].admit_and_evict is None:
-        return None
-    state: dict[str, Any] = {"keys": kept.keys, "counts": kept.counts, "last": kept.last, "late": kept.late}
-    for which in SKETCHES:
-        blob = sketch_name(name, which)
-        content = reader.state(blob) if blob in reader.state_names else b""
-        state[which] = np.frombuffer(content, np.uint8)
-    return state | merged_numbers(kept.numbers)
 
 
 def _value(reader: Reader, name: str) -> Any:

@@ -59,7 +59,7 @@ class LevelTable:
     whole: bool
     rows: int = 0
     erased: int = 0
-    filter: list[dict[str, Any]] = field(default_factory=list)
+    filter: dict[int, dict[str, Any]] = field(default_factory=dict)  # by writer
     metadata: list[dict[str, Any]] = field(default_factory=list)
     chunks: list[ChunkPlace] = field(default_factory=list)
 
@@ -98,7 +98,7 @@ class Level:
         self.manifest: Manifest = read_manifest(path, generation)
         self.generation = generation
         self.tables: dict[str, LevelTable] = {}
-        self.blobs: dict[str, list[ChunkPlace]] = {}
+        self.blobs: dict[str, dict[int, list[ChunkPlace]]] = {}  # by name and writer
         self.metadata: list[dict[str, Any]] = []
         self._segments: dict[tuple[int, int], SegmentReader] = {}
         for part in self.manifest.ranks:
@@ -123,19 +123,22 @@ class Level:
                 body = json.loads(value)
                 self.metadata.append(dict(body["metadata"]))
             elif kind == TABLE:
-                tables[table] = self._take_table(json.loads(value))
+                tables[table] = self._take_table(rank, json.loads(value))
             elif kind == CHUNKS:
                 one = tables[table]
                 one.chunks += _places(rank, table, one.description.name, value)
             elif kind == BLOB_CHUNKS:
                 name = str(body["blobs"][table])
-                self.blobs.setdefault(name, []).extend(_places(rank, NO_TABLE, name, value))
+                self._blob(name, rank).extend(_places(rank, NO_TABLE, name, value))
         for name in body["blobs"]:
-            self.blobs.setdefault(str(name), [])
+            self._blob(str(name), rank)
         if len(tables) != len(body["tables"]):
             raise ValueError("a table's record is missing")
 
-    def _take_table(self, about: dict[str, Any]) -> LevelTable:
+    def _blob(self, name: str, rank: int) -> list[ChunkPlace]:
+        return self.blobs.setdefault(name, {}).setdefault(rank, [])
+
+    def _take_table(self, rank: int, about: dict[str, Any]) -> LevelTable:
         description = TableDescription.from_json(about["description"])
         one = self.tables.setdefault(description.name, LevelTable(description, True))
         if one.description != description:
@@ -145,7 +148,7 @@ class Level:
         one.erased += int(about["erased"])
         one.metadata.append(dict(about["metadata"]))
         if about["filter"] is not None:
-            one.filter.append(dict(about["filter"]))
+            one.filter[rank] = dict(about["filter"])
         return one
 
     def segment(self, place: ChunkPlace) -> SegmentReader:
@@ -209,8 +212,9 @@ class Level:
         """All chunks, of tables and of the caller's own bytes."""
         for table in self.tables.values():
             yield from table.chunks
-        for places in self.blobs.values():
-            yield from places
+        for written in self.blobs.values():
+            for places in written.values():
+                yield from places
 
     def close(self) -> None:
         """Close the files; what is read later opens them again."""

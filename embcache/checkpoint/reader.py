@@ -54,12 +54,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class FilterState:
-    """A filter's waiting keys in the reader's vshards, sorted by key, and its numbers, one dict for each writer.
+    """A filter's waiting keys in the reader's vshards, sorted by key, and its numbers, one dict for each writer that had some.
 
     Attributes
     ----------
     keys, counts, last, late : int64 arrays
     numbers : list of dict
+    writers : list of int
+        Whose they are.
     """
 
     keys: npt.NDArray[np.int64]
@@ -67,6 +69,7 @@ class FilterState:
     last: npt.NDArray[np.int64]
     late: npt.NDArray[np.int64]
     numbers: list[dict[str, Any]]
+    writers: list[int]
 
 
 class Reader:
@@ -234,21 +237,42 @@ class Reader:
         """Names of the caller's bytes in the generation."""
         return sorted(self._levels[0].blobs)
 
-    def state(self, name: str) -> bytes:
-        """The caller's bytes of that name; `ConfigError` where there are none."""
-        blobs = self._levels[0].blobs
-        if name not in blobs:
-            raise ConfigError(f"generation {self.generation} has no state {name!r}; it has {self.state_names}")
-        return b"".join(piece.tobytes() for piece in self.state_pieces(name))
+    def state(self, name: str, writer: int | None = None) -> bytes:
+        """The caller's bytes of that name.
 
-    def state_bytes(self, name: str) -> int:
+        Parameters
+        ----------
+        name : str
+        writer : int, optional
+            Whose, of several that wrote bytes of that name (`state_writers`); default: those of the first of them.
+
+        Raises
+        ------
+        ConfigError
+            There are none.
+        """
+        return b"".join(piece.tobytes() for piece in self.state_pieces(name, writer))
+
+    def state_writers(self, name: str) -> list[int]:
+        """The writers that wrote bytes of that name, in order."""
+        return sorted(self._levels[0].blobs.get(name, {}))
+
+    def state_bytes(self, name: str, writer: int | None = None) -> int:
         """How many bytes `state` gives, as the catalogue says: none is read."""
-        return sum(place.rows for place in self._levels[0].blobs[name])
+        return sum(place.rows for place in self._places_of_state(name, writer))
 
-    def state_pieces(self, name: str) -> Iterator[npt.NDArray[np.uint8]]:
-        """The caller's bytes of that name, a chunk at a time; each piece is valid until the next one is asked for."""
-        for place in self._levels[0].blobs[name]:
+    def state_pieces(self, name: str, writer: int | None = None) -> Iterator[npt.NDArray[np.uint8]]:
+        """What `state` gives, a chunk at a time; each piece is valid until the next one is asked for."""
+        for place in self._places_of_state(name, writer):
             yield self._read(self._levels[0], place)["bytes"]
+
+    def _places_of_state(self, name: str, writer: int | None) -> list[ChunkPlace]:
+        writers = self.state_writers(name)
+        if not writers:
+            raise ConfigError(f"generation {self.generation} has no state {name!r}; it has {self.state_names}")
+        if writer is not None and writer not in writers:
+            raise ConfigError(f"generation {self.generation}: writer {writer} wrote no state {name!r}; {writers} did")
+        return self._levels[0].blobs[name][writers[0] if writer is None else writer]
 
     def filter(self, name: str) -> FilterState | None:
         """A filter's state, as the generation holds it; None where the table's was not written."""
@@ -273,7 +297,9 @@ class Reader:
         for column in waiting:  # one after the other: there may be many keys
             column[:] = column[order]
         keys, counts, last = waiting
-        return FilterState(keys, counts, last, np.sort(np.concatenate(late)), list(table.filter))
+        return FilterState(
+            keys, counts, last, np.sort(np.concatenate(late)), list(table.filter.values()), list(table.filter)
+        )
 
     def erased(self, name: str) -> npt.NDArray[np.int64]:
         """Keys, in this rank's vshards, that the newest delta says were erased since its parent: int64, sorted."""

@@ -80,7 +80,10 @@ def _of_source(opened: Opened, source: str) -> dict[str, Any]:
         "skipped": reader.skipped,
         "writers": reader.world_written,
         "created": reader.created,
-        "states": {name: reader.state_bytes(name) for name in reader.state_names},
+        "states": {
+            name: sum(reader.state_bytes(name, writer) for writer in reader.state_writers(name))
+            for name in reader.state_names
+        },
         "metadata": reader.metadata,
     }
 

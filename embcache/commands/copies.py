@@ -9,7 +9,8 @@ from typing import Any
 from ..checkpoint import Reader, Writer, publish, verify, vshards_of
 from ..checkpoint.names import next_generation, published
 from ..errors import ConfigError, CorruptionError
-from ..filterfile import merged_numbers
+from ..filterfile import SKETCHES, sketch_name
+from ..filterparts import numbers_of, sketch_of
 from .gathering import ChunkFiller
 from .output import FINDINGS, FINE, Output, Progress, bytes_text
 from .paths import CHECKPOINT, expect
@@ -28,8 +29,9 @@ _RESHARD = """\
 Write the newest generation that holds (or CHECKPOINT@GENERATION) as one full generation of so many writers, each with its
 share of the vshards. Restoring into any number of ranks needs no resharding; it saves those that read chunks of others. With
 TARGET into a new checkpoint; without, and with --force, the checkpoint itself is replaced, in one step and once the new one is
-whole and verified: it holds this generation alone then, all others are gone. Of what writers have said themselves (metadata), writer r of the new ones repeats what r modulo the old number said; of
-a filter's clocks and cut-offs all have the furthest."""
+whole and verified: it holds this generation alone then, all others are gone. Of what several writers have said themselves (metadata, state), writer r of the new
+ones repeats what r modulo the old number said; of a filter's clocks and cut-offs it has the furthest of those whose keys it takes
+over, and of their sketches the larger one of each two counters, in memory."""
 
 _FILTER_KEYS = 2 << 20  # that are in memory at a time
 
@@ -115,11 +117,24 @@ def _copy(reader: Reader, content: str, number: int, world: int, doing: str, out
                 writer.begin(number, metadata=reader.metadata[rank % len(reader.metadata)])
                 for name in tables:
                     tables[name] += _copy_table(reader, writer, name, progress)
-                for name in reader.state_names if rank == 0 else []:
-                    writer.write_state_pieces(name, reader.state_pieces(name))
+                _copy_states(reader, writer)
                 writer.commit()
         publish(content, number, world)
     return {"generation": number, "chain": reader.chain, "writers": world, "tables": tables}
+
+
+def _copy_states(reader: Reader, writer: Writer) -> None:
+    """This writer's share of the caller's bytes, and of the filters' sketches."""
+    sketches = {sketch_name(table, which): (table, which) for table in reader.tables for which in SKETCHES}
+    for name in reader.state_names:
+        wrote = reader.state_writers(name)
+        if len(wrote) == 1:
+            if writer.rank == 0:
+                writer.write_state_pieces(name, reader.state_pieces(name))
+        elif name in sketches and writer.world != reader.world_written:
+            writer.write_state(name, sketch_of(reader, *sketches[name], writer.rank, writer.world).data)
+        elif writer.rank % reader.world_written in wrote:
+            writer.write_state_pieces(name, reader.state_pieces(name, writer.rank % reader.world_written))
 
 
 def _copy_table(reader: Reader, writer: Writer, name: str, progress: Progress) -> int:
@@ -139,7 +154,7 @@ def _copy_table(reader: Reader, writer: Writer, name: str, progress: Progress) -
         reader.vshards = window
         found = reader.filter(name)
         if found is not None:
-            numbers = merged_numbers(found.numbers)
+            numbers = numbers_of(reader, found, writer.rank, writer.world)
             writer.write_filter(description, found.keys, found.counts, found.last, found.late, numbers)
     reader.vshards = ALL
     return rows

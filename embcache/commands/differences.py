@@ -98,16 +98,20 @@ def _states(one: Reader | None, other: Reader | None) -> dict[str, str]:
             found[name] = "removed"
         elif name not in one.state_names:
             found[name] = "added"
-        elif _digest(one, name) != _digest(other, name):
+        elif _digests(one, name) != _digests(other, name):
             found[name] = "changed"
     return found
 
 
-def _digest(reader: Reader, name: str) -> bytes:
-    running = xxhash.xxh3_128()
-    for piece in reader.state_pieces(name):
-        running.update(piece.data)
-    return running.digest()
+def _digests(reader: Reader, name: str) -> list[bytes]:
+    """One for each writer that wrote bytes of that name."""
+    digests = []
+    for writer in reader.state_writers(name):
+        running = xxhash.xxh3_128()
+        for piece in reader.state_pieces(name, writer):
+            running.update(piece.data)
+        digests.append(running.digest())
+    return digests
 
 
 class _Comparison:

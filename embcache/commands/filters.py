@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..checkpoint import Reader, TableDescription, Writer
 from ..errors import CorruptionError
-from ..filterfile import SKETCHES, merged_numbers, pack_as, sketch_name
+from ..filterfile import SKETCHES, pack_as, sketch_name
+from ..filterparts import filter_state
 
 __all__ = ["filter_bytes", "write_filter"]
 
@@ -31,17 +30,13 @@ def write_filter(writer: Writer, description: TableDescription, state: dict[str,
 
 def filter_bytes(reader: Reader, name: str) -> bytes | None:
     """What a directory keeps of a table's filter; None where the checkpoint has none of it."""
-    found = reader.filter(name)
     about = reader.table_metadata(name)[0]
-    if found is None or "filter" not in about:
-        return None
-    state: dict[str, Any] = {"keys": found.keys, "counts": found.counts, "last": found.last, "late": found.late}
-    for which in SKETCHES:
-        blob = sketch_name(name, which)
-        state[which] = np.frombuffer(reader.state(blob) if blob in reader.state_names else b"", np.uint8)
     try:
+        state = filter_state(reader, name)
+        if state is None or "filter" not in about:
+            return None
         steps = [int(one["steps"].get(about.get("module", ""), 0)) for one in reader.metadata if "steps" in one]
-        return pack_as(state | merged_numbers(found.numbers), max(steps, default=0), dict(about["filter"]))
+        return pack_as(state, max(steps, default=0), dict(about["filter"]))
     except (TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(
             f"generation {reader.generation}, table {name!r}: the state of its filter is not what this version writes ({error})",

@@ -22,7 +22,7 @@ LAYERS = [
     ["_core", "config"],
     ["checkpoint"],
     ["budget", "filterfile", "metrics", "table", "timeline"],
-    ["traces"],
+    ["filterparts", "traces"],
     ["commands"],
     ["cli"],
     ["features", "hostmemory", "lookup", "pace", "ranges", "replay"],

@@ -200,6 +200,8 @@ class Race:
             for peer in present[at:] + present[:at]:
                 times[peer.name].append(peer.timed(query_set, repeat, clock))
             turn += 1
+            if ours.before:
+                ours.before()
             return (query_set,), {}
 
         def our_turn(query_set: int) -> Any:

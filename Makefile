@@ -65,9 +65,10 @@ $(VENV)/.created:
 	$(SYSTEM_PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.installed: pyproject.toml constraints.txt setup.py | $(VENV)/.created
+$(VENV)/.installed: pyproject.toml constraints.txt requirements-torchrec.txt setup.py | $(VENV)/.created
 	@echo "installing pinned versions into $(VENV) and building the core; this takes minutes, once"
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements-torchrec.txt
 	touch $@
 
 # The editable install has built everything that was there; what changed since is built in place.

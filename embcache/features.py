@@ -4,6 +4,10 @@ They stand in for TorchRec's ``KeyedJaggedTensor``, ``KeyedTensor`` and ``Jagged
 layout) so that nothing here needs TorchRec; a real ``KeyedJaggedTensor`` is accepted wherever a `JaggedFeatures` is,
 by its methods, not by its type. This file owns the checks of a batch. It never looks at tables.
 
+A ``KeyedJaggedTensor`` may have another batch size per feature, and inverse indices that say which of a feature's examples
+each example of the batch is (TorchRec's variable batch). As `JaggedFeatures` such a feature has empty bags at its end, as many as
+it has fewer examples than the largest; `stride_of` and `inverse_of` are what outputs are cut and spread by.
+
 Layout: feature-major. ``lengths[f * B + b]`` is the number of values of feature ``f`` in example ``b``; the values of
 feature 0 come first, example by example, then those of feature 1.
 """
@@ -292,7 +296,7 @@ def as_jagged_features(batch: Any) -> JaggedFeatures:
     Raises
     ------
     ShapeError
-        `batch` is neither, has another batch size per feature, or fails the checks of `JaggedFeatures`.
+        `batch` is neither, or fails the checks of `JaggedFeatures`.
     """
     if isinstance(batch, JaggedFeatures):
         return batch
@@ -301,18 +305,66 @@ def as_jagged_features(batch: Any) -> JaggedFeatures:
         raise ShapeError(
             f"features have type {type(batch).__name__}; give a JaggedFeatures or a torchrec KeyedJaggedTensor"
         )
-    variable = getattr(batch, "variable_stride_per_key", None)
-    if callable(variable) and variable():
-        raise ShapeError(
-            "this KeyedJaggedTensor has another batch size per feature; give every feature the same number of examples"
-        )
+    lengths, strides = batch.lengths(), stride_of(batch)
+    if strides is not None:
+        inverse_of(batch)  # checked before anything is planned
+        lengths = _even(lengths, list(strides.values()))
     timestamps = getattr(batch, "timestamps_or_none", getattr(batch, "timestamps", None))
     timestamps = timestamps() if callable(timestamps) else timestamps
     labels = getattr(batch, "labels_or_none", None)
     labels = labels() if callable(labels) else None
-    return JaggedFeatures(
-        list(batch.keys()), batch.values(), batch.lengths(), batch.weights_or_none(), timestamps, labels
-    )
+    return JaggedFeatures(list(batch.keys()), batch.values(), lengths, batch.weights_or_none(), timestamps, labels)
+
+
+def stride_of(batch: Any) -> dict[str, int] | None:
+    """Number of examples of each feature, where `batch` says one per feature; else None."""
+    variable = getattr(batch, "variable_stride_per_key", None)
+    if not callable(variable) or not variable():
+        return None
+    strides = [int(stride) for stride in batch.stride_per_key()]
+    if len(strides) != len(batch.keys()) or min(strides, default=0) < 0 or sum(strides) != batch.lengths().numel():
+        raise ShapeError(
+            f"this KeyedJaggedTensor has {len(batch.keys())} features of {strides!r} examples and {batch.lengths().numel()} lengths; give one "
+            "length for each feature and example"
+        )
+    return dict(zip(batch.keys(), strides, strict=True))
+
+
+def inverse_of(batch: Any) -> dict[str, torch.Tensor] | None:
+    """For each feature which of its examples every example of the batch is, int64 (B,); None where `batch` does not say.
+
+    Raises
+    ------
+    ShapeError
+        A number is none of the feature's examples, or the shape is not (features, B).
+    """
+    found = getattr(batch, "inverse_indices_or_none", None)
+    found = found() if callable(found) else None
+    if found is None:
+        return None
+    names, numbers = found
+    numbers = torch.as_tensor(numbers)
+    if numbers.dim() != 2 or len(numbers) != len(names) or numbers.is_floating_point():
+        raise ShapeError(
+            f"inverse_indices: {len(names)} features and a {numbers.dtype} tensor of shape {tuple(numbers.shape)}; give integers, "
+            "(features, batch size)"
+        )
+    sizes = stride_of(batch) or dict.fromkeys(batch.keys(), int(batch.stride()))
+    for name, row in zip(names, numbers, strict=True):
+        low, high = (int(row.min()), int(row.max())) if row.numel() else (0, -1)
+        if low < 0 or high >= sizes.get(name, 2**63):
+            raise ShapeError(
+                f"inverse_indices of feature {name!r} go from {low} to {high}, and it has {sizes[name]} examples; give 0 to "
+                f"{sizes[name] - 1}"
+            )
+    return dict(zip(names, numbers.to(torch.int64), strict=True))
+
+
+def _even(lengths: torch.Tensor, strides: list[int]) -> torch.Tensor:
+    """`lengths` of features with `strides` examples each, filled up with empty bags to the largest."""
+    most = max(strides, default=0)
+    parts = torch.split(lengths, strides)
+    return torch.cat([part for one in parts for part in (one, one.new_zeros(most - len(one)))]) if parts else lengths
 
 
 class JaggedTensor:

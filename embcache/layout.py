@@ -98,6 +98,8 @@ class TableLayout:
         In the user's order. A feature that several tables share is called ``"feature@table"``, as TorchRec does.
     output_columns : list of int
         Column of each output.
+    weighted : bool or None
+        Whether a batch's per-sample weights count: True, and it must bring them; False, never; None (default), where it has them.
     """
 
     def __init__(self, tables: Sequence[TableConfig]) -> None:
@@ -128,6 +130,7 @@ class TableLayout:
             any(table.admit_and_evict for table in self.tables[g.first_table : g.last_table]) for g in self.groups
         ]
         self._name_outputs(tables)
+        self.weighted: bool | None = None
         self._needs_labels = any(
             table.admit_and_evict is not None and table.admit_and_evict.needs_labels for table in self.tables
         )
@@ -159,6 +162,11 @@ class TableLayout:
         self.column_offsets[self.output_columns] = np.cumsum([0, *self.output_dims[:-1]])
         self.column_is_mean = np.array([self.tables[t].pooling == "mean" for t in self.column_table], dtype=np.uint8)
         self.output_width = sum(self.output_dims)
+
+    @property
+    def output_features(self) -> list[str]:
+        """Input feature of each output."""
+        return [self.column_features[column] for column in self.output_columns]
 
     def bags(self, group: int, flat: FlatBatch) -> dict[str, Any]:
         """Arguments of ``Backend.lookup`` for pooling the group's part of a batch."""
@@ -221,8 +229,8 @@ class TableLayout:
         Raises
         ------
         ShapeError
-            A feature is missing, a table needs labels and one is NaN, or the tensors of the batch were changed into
-            something that no longer fits.
+            A feature is missing, weights are, a table needs labels and one is NaN, or the tensors of the batch were changed
+            into something that no longer fits.
         """
         source, identical = self._source_columns(batch._keys)
         size = batch.batch_size
@@ -232,7 +240,9 @@ class TableLayout:
             raise ShapeError(f"batch: {lengths.size} lengths for {len(batch._keys)} features of {size} examples")
         timestamps = batch.timestamps_or_none()
         stamps = None if timestamps is None else _host(timestamps)
-        weights = batch.weights_or_none()
+        weights = None if self.weighted is False else batch.weights_or_none()
+        if self.weighted and weights is None:
+            raise ShapeError("batch: it has no weights, and this collection is weighted; give one weight a value")
         if not identical:
             check_lengths("batch", lengths, values.size)
             bags = lengths.reshape(len(batch._keys), size)

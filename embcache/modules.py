@@ -16,8 +16,8 @@ from torch import nn
 
 from .config import OptimizerSpec, TableConfig
 from .devices import Emulated, GroupLookup
-from .errors import ConfigError, PlanError
-from .features import JaggedTensor, KeyedTensor, as_jagged_features
+from .errors import ConfigError, PlanError, ShapeError
+from .features import JaggedTensor, KeyedTensor, as_jagged_features, inverse_of, stride_of
 from .feed import Feed
 from .fused import FusedUpdate
 from .layout import FlatBatch
@@ -168,11 +168,24 @@ class CachedCollection(Savable, nn.Module):
         num_threads: int | None = None,
     ) -> None:
         super().__init__()
+        self._feed: Feed | None = None
+        self._build(tables, optimizer, device, hbm_bytes, policy, accumulate, num_threads)
+
+    def _build(
+        self,
+        tables: Sequence[TableConfig],
+        optimizer: OptimizerSpec,
+        device: str | torch.device | Emulated,
+        hbm_bytes: int | None,
+        policy: str,
+        accumulate: int,
+        num_threads: int | None,
+    ) -> None:
+        """Make the manager and the fused update; with optimizer and device known, and not before."""
         self._manager = EmbCacheManager(
             tables, optimizer=optimizer, device=device, hbm_bytes=hbm_bytes, policy=policy, num_threads=num_threads
         )
         self._update = FusedUpdate(self._manager, accumulate, self.pooled)
-        self._feed: Feed | None = None
 
     @property
     def manager(self) -> EmbCacheManager:
@@ -252,16 +265,21 @@ class CachedCollection(Savable, nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> CachedCollection:
         """``.to()``, ``.cuda()`` and their like: the buffer moves, the tables stay in host memory."""
+        device = self._device_after(fn)
+        if device != self.device:
+            self._manager.move(device)
+            self._update.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=device)
+        return super()._apply(fn, recurse)
+
+    def _device_after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
+        """Where `fn`, of ``.to()`` and its like, puts tensors; `ConfigError` where it changes their type."""
         probe = fn(torch.empty(0, dtype=torch.float32, device=self.device))
         if probe.dtype is not torch.float32:
             raise ConfigError(
                 f"a collection computes in float32 and cannot become {probe.dtype}; cast its outputs, or move it before casting the rest. "
                 "How rows are kept is said by TableConfig(dtype=...)"
             )
-        if probe.device != self.device:
-            self._manager.move(probe.device)
-            self._update.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=probe.device)
-        return super()._apply(fn, recurse)
+        return probe.device
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
@@ -330,8 +348,39 @@ class EmbeddingBagCollection(CachedCollection):
     def forward(self, features: Any) -> KeyedTensor:
         """Return one (B, dim) block a feature: `features` is a `JaggedFeatures` or a torchrec KeyedJaggedTensor."""
         layout = self._manager.layout
+        return KeyedTensor(layout.output_names, layout.output_dims, self.pool(features))
+
+    def pool(self, features: Any) -> torch.Tensor:
+        """The values of `forward`, (B, sum of dims)."""
+        inverse = self._inverse(features)
         values = self._train(features) if self._training_now() else self._read(features)
-        return KeyedTensor(layout.output_names, layout.output_dims, values)
+        if inverse is None:
+            return values
+        layout = self._manager.layout
+        blocks = torch.split(values, layout.output_dims, dim=1)
+        return torch.cat(
+            [
+                block.index_select(0, inverse[name].to(values.device))
+                for name, block in zip(layout.output_features, blocks, strict=True)
+            ],
+            dim=1,
+        )
+
+    def _inverse(self, features: Any) -> dict[str, torch.Tensor] | None:
+        """Which example of each feature every output row is, where the batch says so; looked at before it is planned."""
+        inverse, names = inverse_of(features), self._manager.layout.output_features
+        if inverse is None:
+            strides = stride_of(features) or {}
+            if len({strides[name] for name in names if name in strides}) > 1:
+                raise ShapeError(
+                    f"this KeyedJaggedTensor has another batch size per feature ({strides!r}), and pooled outputs stand side by side; give it "
+                    "inverse_indices"
+                )
+            return None
+        missing = sorted(set(names) - set(inverse))
+        if missing:
+            raise ShapeError(f"inverse_indices have no feature {missing[0]!r}; they have {list(inverse)!r}")
+        return inverse
 
     def _train(self, features: Any) -> torch.Tensor:
         info = self._plan(features)
@@ -385,6 +434,19 @@ class EmbeddingCollection(CachedCollection):
 
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
         """Return name -> `JaggedTensor`: `features` is a `JaggedFeatures` or a torchrec KeyedJaggedTensor."""
+        layout = self._manager.layout
+        columns, flat = self.look_up(features)
+        lengths = flat.column_lengths()
+        strides = stride_of(features)
+        if strides is not None:
+            lengths = [own[: strides[name]] for name, own in zip(layout.column_features, lengths, strict=True)]
+        return NamedOutputs(
+            (name, JaggedTensor(columns[column], lengths[column]))
+            for name, column in zip(layout.output_names, layout.output_columns, strict=True)
+        )
+
+    def look_up(self, features: Any) -> tuple[list[torch.Tensor], FlatBatch]:
+        """Rows of each column, (n, dim), in the layout's order of columns; and the batch as it was laid out."""
         if self._training_now():
             info = self._plan(features)
             try:
@@ -392,19 +454,15 @@ class EmbeddingCollection(CachedCollection):
             except BaseException:
                 self._manager.abandon(info)
                 raise
-            return self._named(outputs, info.flat)
+            return self._columns(outputs, info.flat), info.flat
         flat = self._manager.layout.flatten(as_jagged_features(features))
-        return self._named(tuple(self._manager.read_rows(flat)), flat)
+        return self._columns(tuple(self._manager.read_rows(flat)), flat), flat
 
-    def _named(self, outputs: tuple[torch.Tensor, ...], flat: FlatBatch) -> dict[str, JaggedTensor]:
-        """Cut the dim groups' outputs into features."""
+    def _columns(self, outputs: tuple[torch.Tensor, ...], flat: FlatBatch) -> list[torch.Tensor]:
+        """Cut the dim groups' outputs into columns."""
         layout = self._manager.layout
         counts = np.diff(flat.bag_offsets[np.arange(len(layout.column_features) + 1) * flat.batch_size]).tolist()
         columns: list[torch.Tensor] = []
         for group, output in zip(layout.groups, outputs, strict=True):
             columns += torch.split(output, counts[group.first_column : group.last_column])
-        lengths = flat.column_lengths()
-        return NamedOutputs(
-            (name, JaggedTensor(columns[column], lengths[column]))
-            for name, column in zip(layout.output_names, layout.output_columns, strict=True)
-        )
+        return columns

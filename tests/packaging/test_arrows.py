@@ -37,10 +37,11 @@ LAYERS = [
     ["modules"],
     ["stages", "whole"],
     ["pipeline"],
+    ["torchrec"],
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Packages: their files import each other and what is below the package.
-FOLDERS = {"checkpoint", "commands", "devices"}
+FOLDERS = {"checkpoint", "commands", "devices", "torchrec"}
 TORCH = {
     "features",
     "hostmemory",
@@ -58,6 +59,7 @@ TORCH = {
     "stages",
     "pipeline",
     "whole",
+    "torchrec",
 }
 
 
@@ -111,6 +113,12 @@ def test_torch_is_imported_by_the_torch_half_only() -> None:
     for path in PACKAGE.rglob("*.py"):
         uses = any(module.split(".")[0] == "torch" for module, _ in imports(path))
         assert not uses or path.stem in TORCH or path.parent.name in TORCH, path.name
+
+
+def test_torchrec_is_imported_by_its_own_package_only() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        uses = any(module.split(".")[0] in ("torchrec", "fbgemm_gpu", "tensordict") for module, _ in imports(path))
+        assert not uses or path.parent.name == "torchrec", path
 
 
 def test_the_core_imports_nothing_of_the_package_but_errors_and_plain_configuration() -> None:

@@ -74,3 +74,27 @@ def test_public_names_are_complete_and_documented():
 def test_the_examples_in_docstrings_run(module):
     result = doctest.testmod(import_module(f"embcache.{module}"))
     assert result.attempted > 0 and result.failed == 0
+
+
+def test_the_torchrec_face_says_what_to_install():
+    code = """
+import sys
+sys.modules["torchrec"] = None
+import embcache
+try:
+    import embcache.torchrec
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0" in run(code)
+
+
+def test_importing_everything_else_leaves_torchrec_out():
+    code = """
+import sys
+import embcache
+for name in embcache.__all__:
+    getattr(embcache, name)
+print(any(name.split(".")[0] in ("torchrec", "fbgemm_gpu") for name in sys.modules))
+"""
+    assert run(code) == "False"

@@ -181,8 +181,6 @@ def test_a_keyed_jagged_tensor_is_taken_by_its_methods():
 def test_what_is_not_a_batch_is_refused():
     with pytest.raises(ShapeError, match="type dict"):
         as_jagged_features({"a": torch.ones(1)})
-    with pytest.raises(ShapeError, match="another batch size per feature"):
-        as_jagged_features(FakeKjt(variable=True))
 
 
 def test_weights_are_asked_for_by_name():

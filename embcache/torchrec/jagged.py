@@ -65,7 +65,7 @@ class JaggedTensorWithTimestamp(JaggedTensor):
             moved.values(), moved.weights_or_none(), moved.lengths_or_none(), moved.offsets_or_none(), stamps
         )
 
-    def record_stream(self, stream: torch.Stream) -> None:
+    def record_stream(self, stream: Any) -> None:
         """As TorchRec's."""
         super().record_stream(stream)
         if self._timestamps is not None:
@@ -305,7 +305,7 @@ class KeyedJaggedTensorWithTimestamp(KeyedJaggedTensor):
                 own.copy_(other, non_blocking=non_blocking)
         return self
 
-    def record_stream(self, stream: torch.Stream) -> None:
+    def record_stream(self, stream: Any) -> None:
         """As TorchRec's."""
         super().record_stream(stream)
         for one in (self._timestamps, self._labels):

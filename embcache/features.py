@@ -360,6 +360,40 @@ def inverse_of(batch: Any) -> dict[str, torch.Tensor] | None:
     return dict(zip(names, numbers.to(torch.int64), strict=True))
 
 
+def inverse_for(batch: Any, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
+    """`inverse_of` for pooled outputs of these features, which stand side by side.
+
+    Raises
+    ------
+    ShapeError
+        Also where the features have several batch sizes and no inverse indices, or these lack one of them.
+    """
+    inverse = inverse_of(batch)
+    if inverse is None:
+        strides = stride_of(batch) or {}
+        if len({strides[name] for name in names if name in strides}) > 1:
+            raise ShapeError(
+                f"this KeyedJaggedTensor has another batch size per feature ({strides!r}), and pooled outputs stand side by side; give it "
+                "inverse_indices"
+            )
+        return None
+    missing = sorted(set(names) - set(inverse))
+    if missing:
+        raise ShapeError(f"inverse_indices have no feature {missing[0]!r}; they have {list(inverse)!r}")
+    return inverse
+
+
+def spread(
+    values: torch.Tensor, inverse: Mapping[str, torch.Tensor], names: Sequence[str], dims: Sequence[int]
+) -> torch.Tensor:
+    """Pooled values (B', sum of dims) of these features with row ``inverse[name][b]`` of each block in row b, (B, sum of dims)."""
+    blocks = torch.split(values, list(dims), dim=1)
+    return torch.cat(
+        [block.index_select(0, inverse[name].to(values.device)) for name, block in zip(names, blocks, strict=True)],
+        dim=1,
+    )
+
+
 def _even(lengths: torch.Tensor, strides: list[int]) -> torch.Tensor:
     """`lengths` of features with `strides` examples each, filled up with empty bags to the largest."""
     most = max(strides, default=0)

@@ -16,8 +16,8 @@ from torch import nn
 
 from .config import OptimizerSpec, TableConfig
 from .devices import Emulated, GroupLookup
-from .errors import ConfigError, PlanError, ShapeError
-from .features import JaggedTensor, KeyedTensor, as_jagged_features, inverse_of, stride_of
+from .errors import ConfigError, PlanError
+from .features import JaggedTensor, KeyedTensor, as_jagged_features, inverse_for, spread, stride_of
 from .feed import Feed
 from .fused import FusedUpdate
 from .layout import FlatBatch
@@ -352,35 +352,10 @@ class EmbeddingBagCollection(CachedCollection):
 
     def pool(self, features: Any) -> torch.Tensor:
         """The values of `forward`, (B, sum of dims)."""
-        inverse = self._inverse(features)
-        values = self._train(features) if self._training_now() else self._read(features)
-        if inverse is None:
-            return values
         layout = self._manager.layout
-        blocks = torch.split(values, layout.output_dims, dim=1)
-        return torch.cat(
-            [
-                block.index_select(0, inverse[name].to(values.device))
-                for name, block in zip(layout.output_features, blocks, strict=True)
-            ],
-            dim=1,
-        )
-
-    def _inverse(self, features: Any) -> dict[str, torch.Tensor] | None:
-        """Which example of each feature every output row is, where the batch says so; looked at before it is planned."""
-        inverse, names = inverse_of(features), self._manager.layout.output_features
-        if inverse is None:
-            strides = stride_of(features) or {}
-            if len({strides[name] for name in names if name in strides}) > 1:
-                raise ShapeError(
-                    f"this KeyedJaggedTensor has another batch size per feature ({strides!r}), and pooled outputs stand side by side; give it "
-                    "inverse_indices"
-                )
-            return None
-        missing = sorted(set(names) - set(inverse))
-        if missing:
-            raise ShapeError(f"inverse_indices have no feature {missing[0]!r}; they have {list(inverse)!r}")
-        return inverse
+        inverse = inverse_for(features, layout.output_features)
+        values = self._train(features) if self._training_now() else self._read(features)
+        return values if inverse is None else spread(values, inverse, layout.output_features, layout.output_dims)
 
     def _train(self, features: Any) -> torch.Tensor:
         info = self._plan(features)

@@ -418,3 +418,63 @@ def test_tables_go_with_their_collection() -> None:
 def test_printing_makes_nothing() -> None:
     ebc = EmbCacheEmbeddingBagCollection([bag()])
     assert "made=False" in repr(ebc) and "t: dim=4" in repr(ebc) and not ebc.is_made
+
+
+def test_case_55_two_collections_with_equal_table_names_are_two(tmp_path: Path) -> None:
+    def model() -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict(
+            {"a": EmbCacheEmbeddingBagCollection([bag()]), "b": EmbCacheEmbeddingBagCollection([bag()])}
+        )
+
+    first, second = model(), model()
+    batch = kjt(["f"], [[[1]]])
+    first["a"](batch).values().sum().backward()
+    first["b"](batch).values().sum().neg().backward()
+    ec.save(first, tmp_path)
+    assert ec.restore(second, tmp_path).matched == ["a/t", "b/t"]
+    for path in "ab":
+        assert torch.equal(rows(first[path], "t", [1]), rows(second[path], "t", [1]))
+    assert not torch.equal(rows(second["a"], "t", [1]), rows(second["b"], "t", [1]))
+
+
+def test_outputs_are_torchrecs_and_can_be_regrouped() -> None:
+    from torchrec import KeyedTensor
+
+    ebc = EmbCacheEmbeddingBagCollection([bag(), bag("u", ["g"], embedding_dim=6)])
+    out = ebc(BATCH)
+    grouped = KeyedTensor.regroup([out], [["g"], ["f", "g"]])
+    assert torch.equal(grouped[0], out["g"]) and torch.equal(grouped[1], torch.cat([out["f"], out["g"]], dim=1))
+    grouped[1].sum().backward()
+    emc = EmbCacheEmbeddingCollection(
+        [EmbeddingConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"])]
+    )
+    part = emc(BATCH)["f"]
+    assert [len(one) for one in part.to_dense()] == [2, 1] and part.to_padded_dense(2).shape == (2, 2, 4)
+
+
+def test_a_tensor_dict_is_taken_as_torchrec_takes_it() -> None:
+    from tensordict import TensorDict
+
+    ebc = EmbCacheEmbeddingBagCollection([bag(), bag("u", ["g"])])
+    expected = ebc(BATCH).values()
+    given = TensorDict({"f": BATCH["f"], "g": BATCH["g"]}, batch_size=[])
+    assert torch.equal(ebc(given).values(), expected)
+    emc = EmbCacheEmbeddingCollection(
+        [EmbeddingConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"])]
+    )
+    assert torch.equal(emc(given)["f"].values(), emc(BATCH)["f"].values())
+
+
+def test_a_traced_model_has_the_collection_as_one_node() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = EmbCacheEmbeddingBagCollection([bag()])
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.rows(batch).values() * 2
+
+    model = Model()
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["rows"]
+    assert torch.equal(traced(BATCH), model(BATCH))

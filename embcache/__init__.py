@@ -39,6 +39,8 @@ from .errors import (
     LockedError,
     PinnedKeyError,
     PlanError,
+    RankError,
+    RankRefusedError,
     ShapeError,
     StorageError,
     UncleanDirectoryError,
@@ -111,6 +113,8 @@ __all__ = [
     "OptimizerSpec",
     "PinnedKeyError",
     "PlanError",
+    "RankError",
+    "RankRefusedError",
     "RestoreReport",
     "RowWiseAdagrad",
     "Saving",
@@ -135,6 +139,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a name of the torch half, or of the compiled core, on first use."""
+    if name == "distributed":
+        return import_module(".distributed", __name__)
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'embcache' has no attribute {name!r}")

@@ -24,6 +24,8 @@ __all__ = [
     "LockedError",
     "PinnedKeyError",
     "PlanError",
+    "RankError",
+    "RankRefusedError",
     "ShapeError",
     "StorageError",
     "UncleanDirectoryError",
@@ -78,6 +80,14 @@ class PlanError(EmbCacheError):
 
 class PinnedKeyError(EmbCacheError):
     """A change was asked for a key that a planned, unfinished batch uses."""
+
+
+class RankError(EmbCacheError):
+    """Another rank is gone, or its batch has failed, so that this one cannot go on as it was; or ranks do not fit together."""
+
+
+class RankRefusedError(RankError):
+    """Another rank could not do what all were to do together (plan a batch, save): no rank has done it, and all can go on."""
 
 
 class HbmCapacityError(EmbCacheError):

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .devices import GroupLookup
 from .errors import ConfigError, PlanError, whole_number
 from .manager import EmbCacheManager
 from .optim import EmbOptimizer
@@ -168,6 +169,18 @@ class FusedUpdate:
         ConfigError
             A hyper-parameter cannot be used. Nothing has changed then.
         """
+        self.check_arrival(forward)
+        self.optimizer.next_rule()
+        self.scale()
+        number = current_pass()
+        if number not in self._arrived:
+            queue_callback(lambda: self._end_of_pass(number))
+            self._arrived[number] = []
+        forward.state, forward.arrived_in, forward.gradients = ARRIVED, number, gradients
+        self._arrived[number].append(forward)
+
+    def check_arrival(self, forward: Forward) -> None:
+        """`PlanError` where backward may not reach `forward` now, as for `receive`."""
         if torch.is_grad_enabled():
             raise PlanError(
                 "backward(create_graph=True) reached an embedding collection, whose rows are updated in backward and have no second "
@@ -179,14 +192,6 @@ class FusedUpdate:
                 "and its rows may be gone from the device; run forward again, or sum the losses and call backward once"
             )
         self.manager.door.check_process()
-        self.optimizer.next_rule()
-        self.scale()
-        number = current_pass()
-        if number not in self._arrived:
-            queue_callback(lambda: self._end_of_pass(number))
-            self._arrived[number] = []
-        forward.state, forward.arrived_in, forward.gradients = ARRIVED, number, gradients
-        self._arrived[number].append(forward)
 
     def scale(self) -> float | None:
         """The loss scale that gradients arrive with, or None.
@@ -242,11 +247,19 @@ class FusedUpdate:
         gradient = forward.gradients[0 if self.pooled else group]
         return None if gradient is None else gradient.contiguous()
 
+    def _lookups(self, forward: Forward) -> list[GroupLookup]:
+        """For each dim group, what the gradients of a forward belong to."""
+        return forward.info.lookups(self.manager.backend, pooled=self.pooled)
+
+    def _spoiled(self) -> bool:
+        """Whether the window holds a gradient that is not finite under `grad_scale`."""
+        return self._window_spoiled
+
     def _update_fused(self, forward: Forward) -> None:
         """One forward, one update: gradients go from the output straight into rows, nothing is materialized."""
         backend, buffer = self.manager.backend, self.manager.buffer
         rule = self.optimizer.next_rule()
-        for g, lookup in enumerate(forward.info.lookups(backend, pooled=self.pooled)):
+        for g, lookup in enumerate(self._lookups(forward)):
             gradient = self._gradient_of(forward, g)
             if gradient is None:
                 continue
@@ -264,7 +277,7 @@ class FusedUpdate:
         if gradient is None:
             return None
         backend, layout, plan = self.manager.backend, self.manager.layout, forward.info.plan
-        lookup = forward.info.lookups(backend, pooled=self.pooled)[group]
+        lookup = self._lookups(forward)[group]
         spec = layout.groups[group]
         if self.pooled:
             rows = backend.segment_grad_pooled(gradient, lookup, spec.dim, forward.weights)
@@ -311,7 +324,7 @@ class FusedUpdate:
 
     def _apply_window(self) -> None:
         backend, buffer = self.manager.backend, self.manager.buffer
-        if self._window_spoiled:
+        if self._spoiled():
             self.skipped_updates += 1
         else:
             rule = self.optimizer.next_rule()

@@ -69,6 +69,10 @@ class FlatBatch:
     lengths: torch.Tensor
     sources: np.ndarray
 
+    def more(self) -> dict[str, Any]:
+        """Further arguments of `SwapManager.plan`."""
+        return {}
+
     def column_lengths(self) -> list[torch.Tensor]:
         """int64 (batch_size,) of each column."""
         if self.batch_size == 0:

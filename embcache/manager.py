@@ -155,6 +155,7 @@ class EmbCacheManager(Savable):
         self._queued = 0
         self._optimizer: EmbOptimizer | None = None
         self.saved: Saved | None = None
+        self.ranks: Any = None  # who shares the tables, where others do (`embcache.distributed`)
 
     @property
     def saving(self) -> SaveJob | None:
@@ -334,7 +335,7 @@ class EmbCacheManager(Savable):
             saving.wait_for_room()
         # A queue is drained by a worker that needs the lock, so waiting for it must happen outside.
         info = self.plan(batch, notice) if self._queued else None
-        flat = self.layout.flatten(as_jagged_features(batch)) if info is None else info.flat
+        flat = self._flat(batch) if info is None else info.flat
         with self.door.planning:
             last = self.planner.step
             try:
@@ -379,8 +380,11 @@ class EmbCacheManager(Savable):
                 raise
             return info
 
+    def _flat(self, batch: Any) -> FlatBatch:
+        return batch if isinstance(batch, FlatBatch) else self.layout.flatten(as_jagged_features(batch))
+
     def _plan(self, batch: Any, notice: Notice | None = None) -> SwapInfo:
-        flat = self.layout.flatten(as_jagged_features(batch))
+        flat = self._flat(batch)
         saving = self.door.saving
         if saving is not None:
             saving.wait_for_room()
@@ -397,10 +401,14 @@ class EmbCacheManager(Savable):
     def _plan_with_room(self, flat: FlatBatch, notice: Notice | None) -> Plan:
         """Plan; where the buffer may grow, see first that the batch and a few like it fit beside the residents."""
         if not self._growing:
-            return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice)
+            return self.planner.plan(
+                flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice, **flat.more()
+            )
         movable = self._can_grow()
         try:
-            plan = self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice)
+            plan = self.planner.plan(
+                flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice, **flat.more()
+            )
             if plan.misses == 0 and plan.num_uniques * self._headroom <= self._slots.min():
                 return plan  # nothing left, and there is room: by far the most frequent case once a buffer has grown
         except HbmCapacityError as error:
@@ -426,7 +434,7 @@ class EmbCacheManager(Savable):
         wanted = self._wanted(uniques, plan.table_misses)
         self.planner.cancel(plan)
         self._grow(wanted)
-        return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice)
+        return self.planner.plan(flat.keys, flat.table_offsets, flat.timestamps, flat.clicked, notice, **flat.more())
 
     def _wanted(self, uniques: np.ndarray, misses: np.ndarray) -> np.ndarray:
         """Slots each table needs to keep its residents, take `misses` in, and have room for a few batches like this."""
@@ -481,7 +489,7 @@ class EmbCacheManager(Savable):
         1
         >>> m.close()
         """
-        flat = batch if isinstance(batch, FlatBatch) else self.layout.flatten(as_jagged_features(batch))
+        flat = self._flat(batch)
         with self.door.planning:
             return self.planner.look_ahead(flat.keys, flat.table_offsets)
 

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from ._core.notice import Notice
 from .config import OptimizerSpec, TableConfig
 from .devices import Emulated, GroupLookup
-from .errors import ConfigError, PlanError
+from .errors import ConfigError, HbmCapacityError, PlanError
 from .features import JaggedTensor, KeyedTensor, as_jagged_features, inverse_for, spread, stride_of
 from .feed import Feed
 from .fused import FusedUpdate
@@ -25,6 +26,7 @@ from .manager import DEFAULT_OPTIMIZER, EmbCacheManager
 from .optim import EmbOptimizer
 from .savable import Savable
 from .swapinfo import SwapInfo
+from .timeline import Timeline
 from .view import TableView
 
 __all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
@@ -156,6 +158,7 @@ class CachedCollection(Savable, nn.Module):
     """What both collections share: the manager, the optimizer face, moving, and what refuses to be copied."""
 
     pooled = True
+    ranks: Any = None  # who shares the tables, where others do (`embcache.distributed`)
 
     def __init__(
         self,
@@ -185,7 +188,10 @@ class CachedCollection(Savable, nn.Module):
         self._manager = EmbCacheManager(
             tables, optimizer=optimizer, device=device, hbm_bytes=hbm_bytes, policy=policy, num_threads=num_threads
         )
-        self._update = FusedUpdate(self._manager, accumulate, self.pooled)
+        self._update = self._make_update(accumulate)
+
+    def _make_update(self, accumulate: int) -> FusedUpdate:
+        return FusedUpdate(self._manager, accumulate, self.pooled)
 
     @property
     def manager(self) -> EmbCacheManager:
@@ -252,6 +258,29 @@ class CachedCollection(Savable, nn.Module):
             if not self._update.holds(info):
                 self._manager.finish_late(info)
         self._manager.door.settle()
+
+    def prepare(self, features: Any) -> Any:
+        """A batch made ready for `plan_ahead`, by any thread; changes nothing."""
+        return self._manager.layout.flatten(as_jagged_features(features))
+
+    def plan_ahead(
+        self,
+        prepared: Any,
+        timeline: Timeline,
+        number: int,
+        notice: Notice | None,
+        again: Callable[[HbmCapacityError], bool],
+    ) -> SwapInfo:
+        """Plan what `prepare` returned and move its rows while earlier batches train; see `EmbCacheManager.plan_ahead`.
+
+        ``again(error)`` waits, where the buffer is full, until that may be worth another try; False: it is not.
+        """
+        while True:
+            try:
+                return self._manager.plan_ahead(prepared, timeline, number, notice)
+            except HbmCapacityError as error:
+                if not again(error):
+                    raise
 
     def _plan(self, features: Any) -> SwapInfo:
         """Plan a batch and move its rows; or take the plan that a pipeline has made."""

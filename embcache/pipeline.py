@@ -232,6 +232,10 @@ class TrainPipeline:
             pair = _pair(result, "step(batch)")
             self.batches_done += 1
             return pair
+        except BaseException as error:
+            if flow.others is not None:  # which wait for this rank's part of the step
+                flow.others.fail(error)
+            raise
         finally:
             flow.timeline.stop("compute", batch.number, start)
             self._pass_over(batch)

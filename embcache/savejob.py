@@ -179,6 +179,8 @@ class SaveJob:
         Prune all but this many generations in the end.
     background : bool
         Whether training goes on meanwhile.
+    others : Ranks, optional
+        Who writes parts of the same generation, whose number is `generation` then.
 
     Notes
     -----
@@ -196,12 +198,21 @@ class SaveJob:
     """
 
     def __init__(
-        self, path: str, managers: Mapping[str, EmbCacheManager], parts: list[Part], keep: int | None, background: bool
+        self,
+        path: str,
+        managers: Mapping[str, EmbCacheManager],
+        parts: list[Part],
+        keep: int | None,
+        background: bool,
+        others: Any = None,
+        generation: int = 0,
     ) -> None:
         self.path, self.managers, self.parts, self.keep = path, managers, parts, keep
         self.background = background
         self.writer: Writer | None = None
-        self.generation = 0
+        self.others = others
+        self.generation = generation
+        self.begun = self._settled = False
         self.rows = 0
         self.rows_written = 0
         self.not_pruned: Exception | None = None
@@ -258,15 +269,21 @@ class SaveJob:
             The generation that this one changes.
         expected_bytes : int
         """
-        self.writer = Writer(self.path)
+        rank, world = (0, 1) if self.others is None else (self.others.rank, self.others.world)
+        self.writer = Writer(self.path, rank, world)
         metadata = {"steps": self._steps}
-        self.generation = self.writer.begin(parent=parent, metadata=metadata, expected_bytes=expected_bytes)
+        self.generation = self.writer.begin(
+            self.generation or None, parent=parent, metadata=metadata, expected_bytes=expected_bytes
+        )
         for part in self.parts:
             about: dict[str, Any] = {"table": part.core.name, "module": part.module}
             rule = part.manager.layout.tables[part.t].admit_and_evict
             if rule is not None:
                 about["filter"] = meaning(rule)
             self.writer.table(part.description, whole=part.whole, metadata=about)
+        self.begun = True
+        if self.others is not None:
+            self.others.settle("save", "a save", None)
 
     # ----------------------------------------------------------------------------------------------- ahead of training
 
@@ -341,11 +358,15 @@ class SaveJob:
     def run(self) -> int:
         """Write everything and publish it; returns the generation."""
         try:
-            self._write()
+            if self.others is None:
+                self._write()
+            else:
+                self._write_together()
             for module, manager in self.managers.items():
                 with manager.door:
                     manager.note_saved(self.path, self.generation, module)
-            self.not_pruned = prune_after(self.path, self.keep, self.generation)
+            if self.others is None:
+                self.not_pruned = prune_after(self.path, self.keep, self.generation)
             return self.generation
         except BaseException as error:
             self.fail(error)
@@ -397,7 +418,32 @@ class SaveJob:
                         f"table {part.core.name!r}: {part.written} rows were written of {part.listed} in the cut"
                     )
             writer.commit()
-            writer.publish()
+            if self.others is None:
+                writer.publish()
+            else:
+                self._publish_together(writer)
+
+    def _write_together(self) -> None:
+        """`_write` of one rank of several: the generation is there when all have committed, and rank 0 has said so."""
+        try:
+            self._write()
+        except BaseException as error:
+            if not self._settled:
+                self._settled = True
+                self.others.settle("save", "a save", error)
+            raise
+
+    def _publish_together(self, writer: Writer) -> None:
+        self._settled = True
+        self.others.settle("save", "a save", None)
+        failure: BaseException | None = None
+        if self.others.rank == 0:
+            try:
+                writer.publish()
+                self.not_pruned = prune_after(self.path, self.keep, self.generation)
+            except BaseException as error:
+                failure = error
+        self.others.settle("save", "a save", failure)
 
     def _write_table(self, writer: Writer, part: Part) -> None:
         if len(part.erased):

@@ -12,18 +12,21 @@ how values are written, docs/format.md everything else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ._core.cut import trained_step
 from ._core.doors import Doors
 from .checkpoint import Parent, TableDescription, number_to_keep, parent_at
-from .errors import ConfigError, shown
+from .checkpoint.names import next_generation
+from .errors import ConfigError, EmbCacheError, PlanError, shown
 from .savejob import Part, SaveJob
 from .table import initializer_spec
 from .values import encode
@@ -165,26 +168,38 @@ def save_managers(
     values = {"state": encode(state, "state")}
     if model is not None:
         values["model"] = encode(model, "the model's state_dict()")
-    expected_last = _last(where, managers) if delta else None
+    others = shared_with(managers)
+    together = None if others is None else _agree(where, managers, delta, others)
+    if together is not None and others.rank > 0:
+        values = {}  # each rank has the same
+    expected_last = _last(where, managers) if delta and together is None else None
     parent_there = None if expected_last is None else parent_at(where, expected_last[0], created=expected_last[1])
     parts: list[Part] = []
-    job = SaveJob(where, managers, parts, most, background)
+    job = SaveJob(where, managers, parts, most, background, others, 0 if together is None else together.generation)
     try:
         with Doors(manager.door for manager in managers.values()):
             for manager in managers.values():
                 manager.complete_abandoned()
             optimizers = {module: manager.optimizer_state() for module, manager in managers.items()}
-            values["optimizers"] = encode(optimizers, "the state of the optimizers")
+            if others is None or others.rank == 0:
+                values["optimizers"] = encode(optimizers, "the state of the optimizers")
             parts += [
                 Part(manager, module, t, describe(manager, t, module))
                 for module, manager in managers.items()
                 for t in range(len(manager.host_tables))
             ]
             delta_bytes = [part.note_changes() for part in parts]
-            last = _last(where, managers) if delta else None
+            last = _last(where, managers) if delta and together is None else None
             if last != expected_last:  # another thread has saved meanwhile
                 parent_there = None if last is None else parent_at(where, last[0], created=last[1])
             parent, partial = _base(last, parent_there, parts, delta_bytes)
+            if together is not None:
+                parent = together.parent
+                partial = {
+                    part.description.name
+                    for part in parts
+                    if part.tracked and part.description.name in together.partial
+                }
             expected = sum(
                 few if part.description.name in partial else part.full_bytes
                 for part, few in zip(parts, delta_bytes, strict=True)
@@ -192,10 +207,95 @@ def save_managers(
             job.start(partial, values)
         job.begin(parent, expected)
         return _in_background(job) if background else job.run()
-    except BaseException:
+    except BaseException as error:
+        if others is not None and not job.begun:
+            _tell(others, error)
         if job.unclaimed.acquire(blocking=False):  # else a thread has it, and brings it to its end
             job.end()
         raise
+
+
+def shared_with(managers: Mapping[str, EmbCacheManager]) -> Any:
+    """The ranks that the managers' tables are shared with; None where there are none.
+
+    Raises
+    ------
+    ConfigError
+        Some tables are shared, and others are each rank's own; or they are shared by different ranks.
+    """
+    found = [manager.ranks for manager in managers.values()]
+    shared = next((ranks for ranks in found if ranks is not None and ranks.world > 1), None)
+    if shared is None:
+        return None
+    for module, ranks in zip(managers, found, strict=True):
+        if ranks is not shared:
+            raise ConfigError(
+                f"collection {module!r} is {'this rank’s own' if ranks is None else 'shared by other ranks'}, others of the model are shared "
+                "by all ranks: a checkpoint cannot hold both; make it of the same kind (embcache.distributed)"
+            )
+    return shared
+
+
+@dataclass(frozen=True)
+class _Together:
+    """What all ranks of a save have agreed upon."""
+
+    generation: int
+    parent: int | None
+    partial: frozenset[str]
+
+
+def _agree(where: str, managers: Mapping[str, EmbCacheManager], delta: bool, others: Any) -> _Together:
+    """The generation, its parent and the tables of which only changes are written, alike on all ranks: outside of the doors, as others
+    may hold theirs. Sizes are as of now, and the decision stands though they may change a little."""
+    mine: dict[str, Any] = {}
+    failure: BaseException | None = None
+    try:
+        last = _last(where, managers) if delta else None
+        parent = None if last is None else parent_at(where, last[0], created=last[1], world=others.world)
+        few: list[int] = []
+        names: list[str] = []
+        full = 0
+        with Doors(manager.door for manager in managers.values()):
+            for module, manager in managers.items():
+                manager.complete_abandoned()
+                for t in range(len(manager.host_tables)):
+                    part = Part(manager, module, t, describe(manager, t, module))
+                    size = part.note_changes()
+                    partly = part.tracked and parent is not None and part.description.name in parent.tables
+                    names += [part.description.name] * partly
+                    few.append(size if partly else part.full_bytes)
+                    full += part.full_bytes
+        mine = {
+            "last": None if parent is None else last,
+            "few": sum(few),
+            "full": full,
+            "partial": names,
+            "generation": next_generation(where) if others.rank == 0 else 0,
+            "step": [trained_step(manager.planner) for manager in managers.values()],
+        }
+    except BaseException as error:
+        failure = error
+    others.settle("save", "a save", failure)
+    said = [json.loads(one) for one in others.save.gather_bytes("a save", json.dumps(mine).encode())]
+    for rank, one in enumerate(said):
+        if one["step"] != said[0]["step"]:
+            raise PlanError(
+                f"a save: rank {rank} has trained up to step {one['step']}, rank 0 up to {said[0]['step']}; every rank saves after the same batch"
+            )
+    generation = int(said[0]["generation"])
+    if parent is None or any(one["last"] != said[0]["last"] for one in said):
+        return _Together(generation, None, frozenset())
+    if not parent.pays(sum(one["few"] for one in said), sum(one["full"] for one in said)):
+        return _Together(generation, None, frozenset())
+    partial = frozenset(said[0]["partial"]).intersection(*(one["partial"] for one in said[1:]))
+    return _Together(generation, int(said[0]["last"][0]), partial)
+
+
+def _tell(others: Any, error: BaseException) -> None:
+    """Have the ranks that wait to begin a save hear what has kept this one from it."""
+    with contextlib.suppress(EmbCacheError):
+        others.settle("save", "a save", error)
 
 
 def _in_background(job: SaveJob) -> Saving:

@@ -23,10 +23,16 @@ import torch
 from ._core.notice import Notice
 from ._core.threads import this_process
 from .batches import Chooser, features_of, to_device, wanted
-from .errors import ConfigError, EmbCacheError, HbmCapacityError, PlanError
-from .features import as_jagged_features
+from .errors import (
+    ClosedError,
+    ConfigError,
+    EmbCacheError,
+    HbmCapacityError,
+    PlanError,
+    RankError,
+    RankRefusedError,
+)
 from .feed import Feed
-from .layout import FlatBatch
 from .modules import CachedCollection
 from .ranges import profiler_range
 from .swapinfo import SwapInfo
@@ -35,6 +41,9 @@ from .timeline import Timeline
 __all__ = ["Batch", "Bell", "Flow", "Source"]
 
 LOG = logging.getLogger("embcache")
+
+# What ranks tell each other of their next batch: it goes on; there is none; it has failed; and the iterator with it; the pipeline is closing.
+GOES_ON, ENDED, FAILED, BROKEN, CLOSING = range(5)
 
 
 class Bell:
@@ -81,8 +90,10 @@ class Batch:
         Nothing more comes from its source: it has ended (and then this is no batch), or it has raised.
     data
         What the caller's model gets.
-    parts : list of (path, features object, FlatBatch)
-        What is to be planned, in order.
+    parts : list of (path, features object, prepared)
+        What is to be planned, in order, as the collection's `prepare` gave it.
+    goes_on : bool
+        Whether its batch is to be planned, on all ranks where there are others.
     notices : list of (path, Notice or None)
         What the planners were told of these parts, where their policies look ahead.
     plans : list of (path, features object, SwapInfo)
@@ -93,13 +104,13 @@ class Batch:
         Set by the caller, who has taken it.
     """
 
-    __slots__ = ("data", "error", "last", "notices", "number", "parts", "plans", "source", "started")
+    __slots__ = ("data", "error", "goes_on", "last", "notices", "number", "parts", "plans", "source", "started")
 
     def __init__(self, number: int, source: Source) -> None:
         self.number, self.source = number, source
-        self.last = self.started = False
+        self.last = self.started = self.goes_on = False
         self.data: Any = None
-        self.parts: list[tuple[str, Any, FlatBatch]] = []
+        self.parts: list[tuple[str, Any, Any]] = []
         self.notices: list[tuple[str, Notice | None]] = []
         self.plans: list[tuple[str, Any, SwapInfo]] = []
         self.error: BaseException | None = None
@@ -167,6 +178,8 @@ class Flow:
         self.crash: BaseException | None = None
         self.closing = False
         self.load_bell, self.plan_bell, self.ready_bell = Bell(), Bell(), Bell()
+        self.others = _others_of(collections)
+        self._parted = {"load": False, "plan": False}  # no more turns with the others
         self._ended: Source | None = None
         self._threads: list[threading.Thread] = []
         self._once = threading.Lock(), threading.Lock()
@@ -241,10 +254,57 @@ class Flow:
                 self.load_bell.wait()
                 self.timeline.stop("wait_room", self.pulled + 1, start)
                 continue
-            self._hand_over(self._pull(source))
-            source = None
+            batch = self._pull(source)
+            self._agree(batch)
+            self._hand_over(batch)
+            del source, batch
+        self._part("load")
         for batch in list(self.loaded):
             self._withdraw(batch)
+
+    # ------------------------------------------------------------------------------------------------ with other ranks
+
+    def _turn(self, thread: str, state: int) -> list[int]:
+        """Tell the other ranks how it stands, and hear how with them. Who closes its pipeline says so once, and nobody takes turns then."""
+        assert self.others is not None
+        states: list[int] = self.others.turn(thread, state)
+        if CLOSING in states:
+            self._parted[thread] = True
+            if not self.closing:
+                self.crash = ClosedError(
+                    f"rank {states.index(CLOSING)} has closed its pipeline; all ranks train as many batches, and close theirs"
+                )
+                self.close()
+        return states
+
+    def _part(self, thread: str) -> None:
+        """Say that this rank's pipeline is closing, unless one has said so: others may wait for this thread."""
+        if self.others is not None and not self._parted[thread]:
+            with contextlib.suppress(RankError):
+                self._turn(thread, CLOSING)
+
+    def _agree(self, batch: Batch) -> None:
+        """Go on with a batch that has been pulled if all ranks have one; stop together where one has none."""
+        if self.others is None:
+            batch.goes_on = not batch.last and batch.error is None
+            return
+        state = ENDED if batch.is_end else BROKEN if batch.last else GOES_ON if batch.error is None else FAILED
+        states = self._turn("load", state)
+        if max(states) == GOES_ON:
+            batch.goes_on = True
+            return
+        self._withdraw(batch)
+        batch.parts, batch.notices, batch.data = [], [], None
+        if batch.error is not None:
+            batch.last = batch.last or ENDED in states or CLOSING in states
+        elif ENDED in states or CLOSING in states:
+            batch.number, batch.last = self.pulled, True
+        else:
+            rank = next(r for r, one in enumerate(states) if one in (FAILED, BROKEN))
+            batch.error = RankRefusedError(
+                f"rank {rank}: its batch has failed, see its log; this rank passes over its own, too"
+            )
+            batch.last = BROKEN in states
 
     def _withdraw(self, batch: Batch) -> None:
         """What of a batch is not planned, or was undone, will not be: nobody shall expect its keys. Again is no harm."""
@@ -286,11 +346,10 @@ class Flow:
         data = batch.data
         pairs = wanted(data, self.needs, self.choose)
         seen = {id(value): value for _, value in pairs}
-        flats: dict[tuple[str, int], FlatBatch] = {}
+        flats: dict[tuple[str, int], Any] = {}
         for path, value in pairs:
             if (path, id(value)) not in flats:
-                layout = self.collections[path].manager.layout
-                flats[path, id(value)] = layout.flatten(as_jagged_features(value))
+                flats[path, id(value)] = self.collections[path].prepare(value)
         batch.data = to_device(data, self.device)
         if batch.data is not data:
             before, after = features_of(data), features_of(batch.data)
@@ -301,7 +360,7 @@ class Flow:
             seen.update((id(old), new) for old, new in zip(before, after, strict=True))
         for path, value in pairs:
             flat, manager = flats[path, id(value)], self.collections[path].manager
-            ahead = self.lookahead > 0 and manager.policy == "lookahead"
+            ahead = self.lookahead > 0 and manager.policy == "lookahead" and self.others is None
             batch.notices.append((path, manager.look_ahead(flat) if ahead else None))
             batch.parts.append((path, seen[id(value)], flat))
 
@@ -314,6 +373,7 @@ class Flow:
                 self._coordinate_next()
         finally:
             self._give_up()
+            self._part("plan")
 
     def _coordinate_next(self) -> None:
         """Plan the next batch, or wait for it, or for its turn."""
@@ -327,6 +387,12 @@ class Flow:
             start = self.timeline.start("wait_window", batch.number)
             self.plan_bell.wait()
             self.timeline.stop("wait_window", batch.number, start)
+            return
+        if (
+            batch.goes_on
+            and self.others is not None
+            and CLOSING in self._turn("plan", CLOSING if self.closing else GOES_ON)
+        ):
             return
         if batch.parts and not self._plan(batch):
             return
@@ -343,38 +409,44 @@ class Flow:
                         self.collections[path].manager.withdraw(notice)
                     continue
                 info = self._plan_part(batch, self.collections[path], flat, notice)
-                if info is None:
-                    return False
                 batch.plans.append((path, value, info))
+        except RankError as error:
+            if not isinstance(error, RankRefusedError):
+                raise
+            self._fail(batch, error)
         except BaseException as error:
-            # As it would be without a pipeline: what was planned of it before the error stays counted, and trains nothing.
-            batch.error = error
-            for path, _, info in batch.plans:
-                self.collections[path].manager.abandon(info)
-            batch.plans = []
-            self._withdraw(batch)
+            if self.closing and self.others is None and isinstance(error, HbmCapacityError):
+                return False  # it waited for room, and is given up with what was planned of it
+            self._fail(batch, error)
         batch.parts = []
         return True
 
-    def _plan_part(
-        self, batch: Batch, collection: CachedCollection, flat: FlatBatch, notice: Notice | None
-    ) -> SwapInfo | None:
+    def _fail(self, batch: Batch, error: BaseException) -> None:
+        """As it would be without a pipeline: what was planned of a batch before the error stays counted, and trains nothing."""
+        batch.error = error
+        for path, _, info in batch.plans:
+            self.collections[path].manager.abandon(info)
+        batch.plans = []
+        self._withdraw(batch)
+
+    def _plan_part(self, batch: Batch, collection: CachedCollection, prepared: Any, notice: Notice | None) -> SwapInfo:
         """Plan for one collection. While earlier batches are under way, a full buffer only means to wait for one of them."""
-        waited = False
-        while not self.closing:
-            seen = self.done
-            try:
-                return collection.manager.plan_ahead(flat, self.timeline, batch.number, notice)
-            except HbmCapacityError as error:
-                if error.never_fits or seen >= batch.number - 1:
-                    raise
+        seen, waited = self.done, False
+
+        def again(error: HbmCapacityError) -> bool:
+            nonlocal seen, waited
+            if error.never_fits or seen >= batch.number - 1 or self.closing:
+                return False
             self.shortened += not waited
             waited = True
             start = self.timeline.start("wait_window", batch.number)
             while not self.closing and self.done == seen:
                 self.plan_bell.wait()
             self.timeline.stop("wait_window", batch.number, start)
-        return None
+            seen = self.done
+            return not self.closing
+
+        return collection.plan_ahead(prepared, self.timeline, batch.number, notice, again)
 
     def _give_up(self) -> None:
         """Undo the plans that nobody has started, the newest first, and withdraw what was expected."""
@@ -396,3 +468,19 @@ class Flow:
 def _needs_of(collection: CachedCollection) -> list[str]:
     """The features that a collection looks up."""
     return list(dict.fromkeys(collection.manager.layout.column_features))
+
+
+def _others_of(collections: Mapping[str, CachedCollection]) -> Any:
+    """The ranks that the collections are shared with, or None.
+
+    Raises
+    ------
+    ConfigError
+        They are not the same for all that are shared.
+    """
+    groups = [collection.ranks for collection in collections.values() if collection.ranks is not None]
+    if any(one is not groups[0] for one in groups):
+        raise ConfigError(
+            "the model's collections are shared by different process groups; give each group a pipeline of its own"
+        )
+    return groups[0] if groups and groups[0].world > 1 else None

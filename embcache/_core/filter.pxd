@@ -22,6 +22,7 @@ cdef extern from "ec_filter.h":
         int64_t newest           # largest timestamp seen; INT64_MIN: none yet
         int64_t epoch            # show/click: sweeps so far
 
+    int ec_filter_cutoff(const ec_filter *f, int64_t *cutoff) noexcept nogil
     double ec_filter_score(const ec_filter *f, int64_t count, int64_t last) noexcept nogil
 
 

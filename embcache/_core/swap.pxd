@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from embcache._core.filter cimport FeatureFilter, ec_filter
+from embcache._core.filter cimport FeatureFilter, ec_filter, ec_filter_cutoff
 from embcache._core.notice cimport Notice
 from embcache._core.plan cimport EC_CANCELLED, EC_FINISHED, EC_PLANNED, EC_SWAPPED_IN, EC_SWAPPED_OUT, Plan, Shelf, ec_arrays, ec_part, ec_part_free, ec_plan, ec_vec
 from embcache._core.table cimport ec_table
@@ -117,6 +117,13 @@ cdef extern from "ec_work.h":
     ctypedef struct ec_dedup_table:
         uint32_t base
 
+    ctypedef struct ec_limit:
+        int64_t cutoff
+        int64_t rows
+        int64_t waiting
+        uint64_t *rows_most
+        uint64_t *waiting_most
+
     ctypedef struct ec_work:
         int64_t tables
         int64_t n
@@ -126,6 +133,12 @@ cdef extern from "ec_work.h":
         double bracket
         uint32_t long_ago
         const uint8_t *clicked
+        const int64_t *times
+        const int64_t *clicks_at
+        const int64_t *newest
+        ec_limit *limits
+        int counted
+        int64_t step
         ec_side *sides
         ec_part *parts
         ec_arrays out
@@ -151,6 +164,21 @@ cdef extern from "ec_work.h":
 
 cdef extern from "ec_select.h":
     const double EC_SELECT_BRACKET
+    const int EC_BY_TIME
+    const int EC_BY_SCORE
+    const int EC_WAITING_BY_SCORE
+
+    ctypedef struct ec_rank:
+        pass
+
+    ctypedef struct ec_field:
+        pass
+
+    void ec_field_make(ec_field *f, const ec_work *w, int64_t t, int kind, int64_t cutoff) noexcept nogil
+    int ec_field_ranks(const ec_field *f, ec_vec *ranks, int64_t *living) noexcept nogil
+
+cdef extern from "ec_admission.h":
+    int ec_filter_depends(const ec_work *w, int64_t t) noexcept nogil
 
 cdef extern from "ec_phases.h":
     const int64_t EC_ALONE
@@ -173,6 +201,7 @@ cdef extern from "ec_phases.h":
     void ec_phase_half_order(void *work, int64_t half) noexcept nogil
     void ec_pass_share(ec_work *w) noexcept nogil
     void ec_phase_lookup(void *work, int64_t task) noexcept nogil
+    void ec_phase_count(void *work, int64_t t) noexcept nogil
     void ec_phase_decide(void *work, int64_t t) noexcept nogil
     void ec_phase_bear(void *work, int64_t t) noexcept nogil
     void ec_bear(ec_work *w, int64_t t, int threads) noexcept nogil
@@ -266,6 +295,9 @@ cdef class SwapManager:
     cdef int bases_given
     cdef readonly int num_threads
     cdef int lock_status         # of the last lock_tables
+    cdef object agree            # of the call that runs: who decides with others what a sweep takes away; or None
+    cdef int agrees              # whether there is one
+    cdef object disagreement     # what it has raised
     cdef int enter(self) except -1
     cdef void leave(self) noexcept
     cdef int64_t lock_tables(self, int write) noexcept nogil
@@ -287,6 +319,9 @@ cdef class SwapManager:
     cdef int prepare(self, const int64_t *keys, const int64_t *offsets, const int64_t *timestamps) noexcept nogil
     cdef int threads_for(self, int64_t n) noexcept nogil
     cdef int run(self) noexcept nogil
+    cdef int count_and_agree(self, int threads) noexcept nogil
+    cdef int ask_others(self) except -1
+    cdef object ranks_of(self, int64_t t, int kind, int64_t cutoff)
     cdef int dedup(self, int threads) noexcept nogil
     cdef void undo(self, ec_part *parts) noexcept nogil
     cdef object failure(self, Plan plan, int status)

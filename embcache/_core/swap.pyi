@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, final
 
@@ -35,6 +35,11 @@ class SwapManager:
         timestamps: NDArray[np.int64] | None = None,
         clicked: NDArray[np.uint8] | None = None,
         notice: Notice | None = None,
+        *,
+        occurrences: NDArray[np.int64] | None = None,
+        clicks: NDArray[np.int64] | None = None,
+        newest: NDArray[np.int64] | None = None,
+        agree: Callable[[list[Any]], list[Any]] | None = None,
     ) -> Plan: ...
     def look_ahead(self, keys: NDArray[np.int64], table_offsets: NDArray[np.int64]) -> Notice: ...
     def withdraw(self, notice: Notice) -> None: ...

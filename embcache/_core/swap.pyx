@@ -35,7 +35,7 @@ from embcache.errors import (
 from cython cimport final
 from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, free, realloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from embcache._core.arena cimport ec_promises_share, promises
 from embcache._core.filter cimport FeatureFilter
@@ -137,6 +137,7 @@ cdef class SwapManager:
 
     def __cinit__(self, tables, capacities, filters=None, *, policy="lru", num_threads=None, sweep_rows=SWEEP_ROWS):
         memset(&self.work, 0, sizeof(ec_work))
+        self.agrees = 0
         self.overlays = NULL
         self.plans = NULL
         self.plan_room = 0
@@ -318,7 +319,7 @@ cdef class SwapManager:
             if offsets[t + 1] - offsets[t] > EC_DEDUP_MAX_KEYS:
                 raise ShapeError(f"table {self.tables[t].name!r}: {offsets[t + 1] - offsets[t]} keys in one batch; the limit is {EC_DEDUP_MAX_KEYS}")
 
-    def plan(self, keys, table_offsets, timestamps=None, clicked=None, notice=None):
+    def plan(self, keys, table_offsets, timestamps=None, clicked=None, notice=None, *, occurrences=None, clicks=None, newest=None, agree=None):
         """Plan one training batch.
 
         Parameters
@@ -334,6 +335,19 @@ cdef class SwapManager:
         notice : Notice, optional
             The one that `look_ahead` gave for this batch. Its keys count as used now, also those that the batch lacks. One
             that was withdrawn makes no difference.
+        occurrences : int64[n], optional
+            Occurrences that each position stands for, 1 or more; one each without it. The four from here on are for a batch that
+            is this planner's share of a larger one, whose other keys other planners have.
+        clicks : int64[n], optional
+            Clicks of each position's occurrences, in place of `clicked`.
+        newest : int64[T], optional
+            Newest timestamp of each table in the whole of the larger batch; -2**63 where that has no key of the table.
+        agree : callable, optional
+            ``agree(asked)`` decides with the other planners what a sweep of this step takes away where that depends on the whole
+            table. `asked` is a list, a table each, of ``("floor", t, cutoff, keep_min, ranks, living)`` or ``("lowest", t, share,
+            keep_min, ranks, living, waiting)``; ranks are uint64[k, 2] (value, key), in no order. It answers with a
+            list of a cut-off, or of a pair of (value, key) or None: the largest ranks of rows and of waiting keys that go. It is called
+            in the middle of the plan, inside the planner's locks; what it raises is raised, and nothing has changed then.
 
         Returns
         -------
@@ -362,14 +376,19 @@ cdef class SwapManager:
             if not isinstance(clicked, np.ndarray) or clicked.dtype != np.uint8 or clicked.shape != (n,) or not clicked.flags.c_contiguous:
                 raise ShapeError(f"clicked: {clicked!r}; give a contiguous uint8 array of {n}")
             click_view = clicked
-        cdef const uint8_t *clicks = &click_view[0] if clicked is not None and n > 0 else NULL
+        cdef const uint8_t *click_data = &click_view[0] if clicked is not None and n > 0 else NULL
+        cdef const int64_t[::1] times_view = None if occurrences is None else int64_array("occurrences", occurrences, n)
+        cdef const int64_t[::1] clicks_view = None if clicks is None else int64_array("clicks", clicks, n)
+        cdef const int64_t[::1] newest_view = None if newest is None else int64_array("newest", newest, self.work.tables)
+        if occurrences is not None and n > 0 and occurrences.min() < 1:
+            raise ShapeError(f"occurrences: {occurrences.min()}; give 1 or more for each key")
         cdef int64_t t, locked = 0
         cdef int status
         self.check_batch(offset_view, n)
         for t in range(self.work.tables):
             if timestamps is None and offset_view[t + 1] > offset_view[t] and self.filters[t] is not None and self.filters[t].config.needs_timestamps:
                 raise ConfigError(f'table {self.tables[t].name!r} evicts by time but the batch has no timestamps; give them, or set time_source="step"')
-            if clicked is None and offset_view[t + 1] > offset_view[t] and self.filters[t] is not None and self.filters[t].config.needs_labels:
+            if clicked is None and clicks is None and offset_view[t + 1] > offset_view[t] and self.filters[t] is not None and self.filters[t].config.needs_labels:
                 raise ConfigError(f"table {self.tables[t].name!r} admits by shows and clicks but the batch has no labels; give one an example")
 
         self.enter()
@@ -394,7 +413,14 @@ cdef class SwapManager:
             self.work.parts = plan.plan.parts
             memset(&self.work.out, 0, sizeof(ec_arrays))
             self.unfinished.append(plan)  # now, since nothing may fail once the plan is made
-            self.work.clicked = clicks
+            self.work.clicked = click_data
+            self.work.times = &times_view[0] if occurrences is not None and n > 0 else NULL
+            self.work.clicks_at = &clicks_view[0] if clicks is not None and n > 0 else NULL
+            self.work.newest = &newest_view[0] if newest is not None else NULL
+            self.work.counted = 0
+            self.agree = agree
+            self.agrees = agree is not None
+            self.disagreement = None
             with nogil:
                 status = self.prepare(&key_view[0] if n > 0 else NULL, &offset_view[0], times)
                 if status == EC_OK:
@@ -413,8 +439,13 @@ cdef class SwapManager:
             (<Block>plan.back).data = self.work.out.back
             (<Block>plan.back).size = self.work.out.back_bytes
             self.work.parts = NULL
+            free(self.work.limits)
+            self.work.limits = NULL
+            self.agree = None
             if status != EC_OK or locked < self.work.tables:
                 self.unfinished.pop()
+                if self.disagreement is not None:
+                    raise self.disagreement
                 if locked < self.work.tables and status == EC_OK:
                     raise self.lock_failure(locked, self.lock_status)
                 raise self.failure(plan, status)
@@ -484,6 +515,10 @@ cdef class SwapManager:
                 ec_resident_rows(w, t, threads)
         parallel_for(ec_phase_lookup, w, w.chunks.size, threads)
         ec_pass_share(w)
+        status = self.count_and_agree(threads)
+        if status != EC_OK:
+            self.undo(w.parts)
+            return status
         parallel_for(ec_phase_decide, w, w.tables, threads)
         for t in range(w.tables):
             if w.parts[t].status != EC_OK:
@@ -512,6 +547,88 @@ cdef class SwapManager:
         ec_arrays_out_offsets(w)
         parallel_for(ec_phase_emit, w, w.tables, threads)
         return EC_OK
+
+    cdef int count_and_agree(self, int threads) noexcept nogil:
+        """Where a sweep depends on what other planners have: count, and decide with them what it takes away."""
+        cdef ec_work *w = &self.work
+        cdef int64_t t
+        cdef int depends = 0
+        if not self.agrees:
+            return EC_OK
+        for t in range(w.tables):
+            depends += ec_filter_depends(w, t)
+        if depends == 0:
+            return EC_OK
+        parallel_for(ec_phase_count, w, w.tables, threads)
+        w.counted = 1
+        for t in range(w.tables):
+            if w.parts[t].status != EC_OK:
+                return w.parts[t].status
+        with gil:
+            try:
+                self.ask_others()
+            except BaseException as error:
+                self.disagreement = error
+                return EC_NOMEM
+        return EC_OK
+
+    cdef int ask_others(self) except -1:
+        """Ask `agree`, and note its answers for the sweeps."""
+        cdef ec_work *w = &self.work
+        cdef int64_t t, cutoff
+        cdef ec_limit *limit
+        asked = []
+        for t in range(w.tables):
+            if not ec_filter_depends(w, t):
+                continue
+            config = (<FeatureFilter>self.filters[t]).config
+            if config.show_click is None:
+                if not ec_filter_cutoff(w.sides[t].filter, &cutoff):  # so it is with the others, whose newest is the same
+                    continue
+                ranks, living = self.ranks_of(t, EC_BY_TIME, cutoff)
+                asked.append(("floor", t, cutoff, config.evict_keep_min, ranks, living))
+                continue
+            w.sides[t].filter.epoch += 1  # as the sweep will, whose ranks these are
+            try:
+                ranks, _ = self.ranks_of(t, EC_BY_SCORE, 0)
+                waiting, _ = self.ranks_of(t, EC_WAITING_BY_SCORE, 0)
+            finally:
+                w.sides[t].filter.epoch -= 1
+            share = config.show_click.evict_percentage
+            asked.append(("lowest", t, share, config.evict_keep_min, ranks, int(w.sides[t].table.live), waiting))
+        w.limits = <ec_limit *>calloc(w.tables, sizeof(ec_limit))
+        if w.limits == NULL:
+            raise host_memory("planning a batch")
+        for (kind, number, *_), answer in zip(asked, self.agree(asked), strict=True):
+            limit = &w.limits[<int64_t>number]
+            if kind == "floor":
+                limit.cutoff = answer
+                continue
+            rows, waiting = answer
+            if rows is not None:
+                limit.rows, limit.rows_most[0], limit.rows_most[1] = 1, rows[0], rows[1]
+            if waiting is not None:
+                limit.waiting, limit.waiting_most[0], limit.waiting_most[1] = 1, waiting[0], waiting[1]
+
+    cdef object ranks_of(self, int64_t t, int kind, int64_t cutoff):
+        """All ranks of one kind, uint64[k, 2] of value and key, and the number of living rows."""
+        cdef ec_field field
+        cdef ec_vec found
+        cdef int64_t living = 0
+        cdef int status
+        memset(&found, 0, sizeof(ec_vec))
+        with nogil:
+            ec_field_make(&field, &self.work, t, kind, cutoff)
+            status = ec_field_ranks(&field, &found, &living)
+        try:
+            if status != EC_OK:
+                raise host_memory("planning a batch")
+            ranks = np.empty((found.size, 2), np.uint64)
+            if found.size > 0:
+                memcpy(<void *><size_t>ranks.ctypes.data, found.data, found.size * sizeof(ec_rank))
+            return np.ascontiguousarray(ranks[:, ::-1]), living  # a 128-bit number has its lower half first
+        finally:
+            free(found.data)
 
     cdef int dedup(self, int threads) noexcept nogil:
         """Uniques, inverse and CSR of every table."""

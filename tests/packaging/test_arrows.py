@@ -37,11 +37,12 @@ LAYERS = [
     ["modules"],
     ["stages", "whole"],
     ["pipeline"],
+    ["distributed"],
     ["torchrec"],
 ]
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 # Packages: their files import each other and what is below the package.
-FOLDERS = {"checkpoint", "commands", "devices", "torchrec"}
+FOLDERS = {"checkpoint", "commands", "devices", "distributed", "torchrec"}
 TORCH = {
     "features",
     "hostmemory",
@@ -59,6 +60,7 @@ TORCH = {
     "stages",
     "pipeline",
     "whole",
+    "distributed",
     "torchrec",
 }
 

@@ -15,8 +15,13 @@ static void ec_count_time(ec_work *w, int64_t t) {
     ec_filter *f = w->sides[t].filter;
     const int64_t begin = w->offsets[t], stop = w->offsets[t + 1], unique = w->parts[t].unique;
     int64_t newest = INT64_MIN;
+    if (w->times) {
+        for (int64_t u = begin; u < begin + unique; u++) w->occurred[u] = 0;
+        for (int64_t i = begin; i < stop; i++) w->occurred[begin + w->out.inverse[i]] += w->times[i];
+    }
     if (f->rule.scores) {
         for (int64_t u = begin; u < begin + unique; u++) w->clicks[u] = 0;
+        for (int64_t i = begin; w->clicks_at && i < stop; i++) w->clicks[begin + w->out.inverse[i]] += w->clicks_at[i];
         for (int64_t i = begin; w->clicked && i < stop; i++) w->clicks[begin + w->out.inverse[i]] += w->clicked[i] != 0;
     } else if (f->rule.time_is_step) {
         for (int64_t u = begin; u < begin + unique; u++) w->last[u] = w->step;
@@ -31,6 +36,10 @@ static void ec_count_time(ec_work *w, int64_t t) {
                 if (at > newest) newest = at;
             }
         }
+    }
+    if (w->newest && !f->rule.scores) {
+        newest = w->newest[t];
+        if (f->rule.time_is_step && newest > INT64_MIN) newest = w->step;
     }
     if (newest > f->newest) f->newest = newest;
 }
@@ -221,15 +230,28 @@ static int ec_admit(ec_work *w, int64_t t) {
     return EC_OK;
 }
 
-/* All that step w->step does to table t's filter. */
-static int ec_filter_step(ec_work *w, int64_t t) {
-    ec_side *s = &w->sides[t];
+/* What table t's filter does first. */
+static int ec_filter_begin(ec_work *w, int64_t t) {
+    const ec_side *s = &w->sides[t];
     ec_part *p = &w->parts[t];
-    int64_t cutoff;
     p->newest_before = s->filter->newest;
     p->pass_before = s->filter->pass;
     p->epoch_before = s->filter->epoch;
-    int status = ec_count(w, t);
+    return ec_count(w, t);
+}
+
+/* Whether what a sweep of this step takes away of table t may depend on all of the table: on what others hold of it too. */
+static inline int ec_filter_depends(const ec_work *w, int64_t t) {
+    const ec_filter *f = w->sides[t].filter;
+    if (!f || !ec_filter_sweeps_at(f, w->step)) return 0;
+    return f->rule.scores ? f->rule.evict_share > 0 : f->rule.keep_min > 0;
+}
+
+/* All that step w->step does to table t's filter. */
+static int ec_filter_step(ec_work *w, int64_t t) {
+    ec_side *s = &w->sides[t];
+    int64_t cutoff;
+    int status = w->counted ? EC_OK : ec_filter_begin(w, t);
     if (status != EC_OK) return status;
     if (s->filter->rule.scores) {
         if (ec_filter_sweeps_at(s->filter, w->step) && (status = ec_sweep_scores(w, t)) != EC_OK) return status;

@@ -91,6 +91,12 @@ static void ec_phase_resident(void *context, int64_t task) {
 
 /* ------------------------------------------------------------------------------------------------------------- decide */
 
+/* Counting alone, where the decision then waits for others. */
+static void ec_phase_count(void *context, int64_t t) {
+    ec_work *w = (ec_work *)context;
+    w->parts[t].status = w->sides[t].filter ? ec_filter_begin(w, t) : EC_OK;
+}
+
 static int ec_decide(ec_work *w, int64_t t) {
     ec_side *s = &w->sides[t];
     ec_part *p = &w->parts[t];

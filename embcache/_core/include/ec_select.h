@@ -141,6 +141,19 @@ static int64_t ec_run_fill(const ec_field *f, int64_t at, int64_t most, ec_run *
     return f->kind == EC_BY_SCORE ? ec_run_look(f, EC_BY_SCORE, at, most, run) : ec_run_look(f, EC_WAITING_BY_SCORE, at, most, run);
 }
 
+/* Appends all ranks of a field to `ranks`; `living` becomes the number of living rows. EC_NOMEM: some are missing. */
+static int ec_field_ranks(const ec_field *f, ec_vec *ranks, int64_t *living) {
+    ec_run run;
+    *living = 0;
+    for (int64_t at = 0; at < f->places;) {
+        at = ec_run_fill(f, at, EC_RUN, &run);
+        if (ec_vec_reserve(ranks, run.size, sizeof(ec_rank)) != EC_OK) return EC_NOMEM;
+        for (int64_t i = 0; i < run.size; i++) EC_AT(*ranks, ec_rank, ranks->size++) = run.rank[i];
+        *living += run.living;
+    }
+    return EC_OK;
+}
+
 /* ---------------------------------------------------------------------------------------------------------- selection */
 
 /* The element of index `at` in the order of ranks; the others end up around it. Hoare's algorithm. */

@@ -19,6 +19,7 @@
 #define EC_BURY_TOGETHER 1024 /* dead rows that are found before they are taken away */
 
 static inline int64_t ec_unique_count(const ec_work *w, int64_t at, int64_t begin, int64_t origin) {
+    if (w->times) return w->occurred[at];
     return w->end[at] - (at == begin ? origin : w->end[at - 1]);
 }
 
@@ -204,13 +205,10 @@ static int ec_remove_entries(ec_work *w, int64_t t, const int64_t *entries, int6
     return EC_OK;
 }
 
-/* Evicts the `doomed` lowest of the `size` ranks of a field. */
-static int ec_kill_lowest(ec_work *w, const ec_field *field, int64_t size, int64_t doomed) {
+/* Evicts what has a rank of up to `most` in a field. */
+static int ec_kill_up_to(ec_work *w, const ec_field *field, ec_rank most) {
     int64_t places[EC_BURY_TOGETHER + EC_RUN], some = 0;
-    ec_rank most;
     ec_run run;
-    if (doomed <= 0) return EC_OK;
-    if (ec_select(field, size, doomed, &most) != EC_OK) return EC_NOMEM;
     for (int64_t at = 0; at < field->places;) {
         at = ec_run_fill(field, at, EC_RUN, &run);
         for (int64_t i = 0; i < run.size; i++) {
@@ -223,6 +221,24 @@ static int ec_kill_lowest(ec_work *w, const ec_field *field, int64_t size, int64
         some = 0;
     }
     return EC_OK;
+}
+
+/* Evicts the `doomed` lowest of the `size` ranks of a field. */
+static int ec_kill_lowest(ec_work *w, const ec_field *field, int64_t size, int64_t doomed) {
+    ec_rank most;
+    if (doomed <= 0) return EC_OK;
+    if (ec_select(field, size, doomed, &most) != EC_OK) return EC_NOMEM;
+    return ec_kill_up_to(w, field, most);
+}
+
+/* Rows and waiting keys that go, where that was decided with those who hold the rest of the table. */
+static int ec_kill_agreed(ec_work *w, int64_t t) {
+    const ec_limit *limit = &w->limits[t];
+    ec_field field;
+    ec_field_make(&field, w, t, EC_BY_SCORE, 0);
+    if (limit->rows && ec_kill_up_to(w, &field, (ec_rank)limit->rows_most[0] << 64 | limit->rows_most[1]) != EC_OK) return EC_NOMEM;
+    ec_field_make(&field, w, t, EC_WAITING_BY_SCORE, 0);
+    return limit->waiting ? ec_kill_up_to(w, &field, (ec_rank)limit->waiting_most[0] << 64 | limit->waiting_most[1]) : EC_OK;
 }
 
 /* Decays every score (by counting sweeps: no row is touched), and evicts the share of the rows, and of the waiting keys,
@@ -243,14 +259,18 @@ static int ec_sweep_scores(ec_work *w, int64_t t) {
     EC_PUSH(f->sweeps, ec_sweep_record, {w->step, INT64_MIN, 0, 0, f->late});
     ec_index_init(&f->late, f->index.seed);
     p->swept = w->step;
-    ec_field_make(&field, w, t, EC_BY_SCORE, 0);
-    for (int64_t at = 0; at < field.places; rows += run.size) at = ec_run_fill(&field, at, EC_RUN, &run);
-    int64_t doomed = (int64_t)(f->rule.evict_share * (double)rows);
-    const int64_t spare = s->table->live - f->rule.keep_min, waiting = f->index.size;
-    if (doomed > spare) doomed = spare;
-    if (ec_kill_lowest(w, &field, rows, doomed) != EC_OK) return EC_NOMEM;
-    ec_field_make(&field, w, t, EC_WAITING_BY_SCORE, 0);
-    if (ec_kill_lowest(w, &field, waiting, (int64_t)(f->rule.evict_share * (double)waiting)) != EC_OK) return EC_NOMEM;
+    if (w->limits) {
+        if (ec_kill_agreed(w, t) != EC_OK) return EC_NOMEM;
+    } else {
+        ec_field_make(&field, w, t, EC_BY_SCORE, 0);
+        for (int64_t at = 0; at < field.places; rows += run.size) at = ec_run_fill(&field, at, EC_RUN, &run);
+        int64_t doomed = (int64_t)(f->rule.evict_share * (double)rows);
+        const int64_t spare = s->table->live - f->rule.keep_min, waiting = f->index.size;
+        if (doomed > spare) doomed = spare;
+        if (ec_kill_lowest(w, &field, rows, doomed) != EC_OK) return EC_NOMEM;
+        ec_field_make(&field, w, t, EC_WAITING_BY_SCORE, 0);
+        if (ec_kill_lowest(w, &field, waiting, (int64_t)(f->rule.evict_share * (double)waiting)) != EC_OK) return EC_NOMEM;
+    }
     for (int64_t u = begin; u < end; u++) { /* those of the batch itself */
         if (w->slot[u] >= 0 && s->cache.state[w->slot[u]] != EC_SLOT_LIVE) {
             w->slot[u] = -1;
@@ -271,7 +291,8 @@ static int ec_sweep_start(ec_work *w, int64_t t, int64_t cutoff) {
     ec_part *p = &w->parts[t];
     ec_filter *f = w->sides[t].filter;
     int64_t rows_cutoff = cutoff;
-    if (f->rule.keep_min > 0 && ec_floor(w, t, cutoff, &rows_cutoff) != EC_OK) return EC_NOMEM;
+    if (f->rule.keep_min > 0 && w->limits) rows_cutoff = w->limits[t].cutoff;
+    else if (f->rule.keep_min > 0 && ec_floor(w, t, cutoff, &rows_cutoff) != EC_OK) return EC_NOMEM;
     /* The floor may lower the cut-off, and then who died of the old one must be gone. */
     const int active = f->pass.region != EC_PASS_IDLE;
     while (rows_cutoff < f->pass.cutoff && f->pass.region != EC_PASS_IDLE) {

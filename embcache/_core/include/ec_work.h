@@ -17,6 +17,14 @@ typedef struct {
     int64_t begin, end; /* uniques, relative to the table */
 } ec_chunk;
 
+/* What of a table a sweep takes away, where others hold the rest of the table: the cut-off of rows, or the largest ranks
+ * (ec_select.h) of rows and of waiting keys that go, as a high and a low half; `rows`, `waiting`: whether any do. */
+typedef struct {
+    int64_t cutoff;
+    int64_t rows, waiting;
+    uint64_t rows_most[2], waiting_most[2];
+} ec_limit;
+
 /* The plan's arrays, as carved from its two blocks: what has a known size, or at most one item a key; and the moves. */
 typedef struct {
     int64_t *table_offsets, *unique_offsets, *in_offsets, *out_offsets, *hits, *misses;
@@ -36,6 +44,12 @@ typedef struct {
     const int64_t *offsets;
     const int64_t *timestamps; /* NULL: none */
     const uint8_t *clicked;    /* whether an occurrence was clicked; NULL: none was */
+    /* where the batch is a part of a larger one, which others plan the rest of: */
+    const int64_t *times;    /* occurrences that a position stands for; NULL: one each */
+    const int64_t *clicks_at; /* clicks of a position's occurrences, in place of `clicked`; NULL: none */
+    const int64_t *newest;   /* by table: the newest timestamp of the larger batch, INT64_MIN: it has no key; NULL: this is all there is */
+    ec_limit *limits;        /* by table: what a sweep of this step takes away, decided with the others; NULL: it decides alone */
+    int counted;             /* whether the occurrences have been counted before the decision */
     int64_t step;
     uint32_t notice;    /* the one that told of this batch, or EC_NO_NOTICE */
     int64_t sweep_rows; /* work of a pass in one plan, all tables together: slots, rows and waiting keys looked at */
@@ -49,7 +63,7 @@ typedef struct {
     ec_part *parts;
     ec_arrays out;
     /* per unique, table t's from offsets[t] on */
-    int64_t *key, *end, *slot, *row, *freq, *last, *entry, *clicks;
+    int64_t *key, *end, *slot, *row, *freq, *last, *entry, *clicks, *occurred;
     uint64_t *hash;
     uint8_t *admitted;
     /* per unique, compacted inside a chunk or a table: those not resident, then those without a row */
@@ -100,6 +114,7 @@ static void ec_work_carve(ec_work *w, ec_carver *c, int64_t n, int64_t large) {
     w->last = (int64_t *)ec_carve(c, n, 8);
     w->entry = (int64_t *)ec_carve(c, n, 8);
     w->clicks = (int64_t *)ec_carve(c, n, 8);
+    w->occurred = (int64_t *)ec_carve(c, w->times ? n : 0, 8);
     w->hash = (uint64_t *)ec_carve(c, n, 8);
     w->some_key = (int64_t *)ec_carve(c, n, 8);
     w->some_row = (int64_t *)ec_carve(c, n, 8);

@@ -1,0 +1,81 @@
+"""Many ranks hold what one process holds that is given whole batches: keys, counters, admissions and evictions exactly, weights too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from crew import Crew
+from sharded_cases import Case, batch_of, joined, one_process, same
+from sharded_jobs import one_step, train_case
+
+WORLDS = [1, 2, 3, 4]
+SOAK = int(os.environ.get("EMBCACHE_SOAK", "0"))
+
+CASES = [
+    Case(1, kind="time"),
+    Case(2, kind="floor", optimizer="Adam"),
+    Case(3, kind="clicks", optimizer="SGD"),
+    Case(4, kind="step", weighted=True),
+    Case(5, kind="count", pooled=False),
+    Case(6, kind="time", weighted=True, optimizer="RowWiseAdagrad", small=False),
+    Case(7, kind="chance", accumulate=2),
+    Case(8, kind="none", dtype="float16"),
+    Case(9, kind="floor", pooled=False, small=False, steps=16),
+    *[
+        Case(100 + k, kind=("time", "floor", "clicks", "step", "count")[k % 5], weighted=k % 2 == 1)
+        for k in range(4 * SOAK)
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Crew]]:
+    with ExitStack() as stack:
+        yield {world: stack.enter_context(Crew(world)) for world in WORLDS}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.seed}-{case.kind}")
+def test_i9_ranks_hold_what_one_process_holds_bit_for_bit(crews: dict[int, Crew], case: Case) -> None:
+    outputs, state, evicted = one_process(case)
+    if case.kind in ("time", "floor", "clicks", "step"):
+        assert evicted > 0  # else the case is about nothing
+    for world in WORLDS:
+        answers = crews[world].run(train_case, case, "exact", {})
+        same(joined([answer[1] for answer in answers]), state)
+        assert sum(answer[2] for answer in answers) == evicted, world
+        assert {answer[3] for answer in answers} == {case.steps}
+        for step in range(case.steps):
+            rows = [part["rows"] for part in batch_of(case, step, world)]
+            for (low, high), (mine, *_) in zip(rows, answers, strict=True):
+                if case.pooled:
+                    assert torch.equal(mine[step], outputs[step][low:high])
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=lambda case: f"{case.seed}-{case.kind}")
+def test_sums_by_rank_change_weights_by_rounding_alone(crews: dict[int, Crew], case: Case) -> None:
+    _, state, _ = one_process(case)
+    answers = crews[3].run(train_case, case, "rank", {})
+    same(joined([answer[1] for answer in answers]), state, tolerance=1e-4)  # after many steps, each within 1e-6
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_a_step_of_sums_by_rank_is_within_a_millionth(crews: dict[int, Crew], optimizer: str) -> None:
+    case = Case(21, kind="none", optimizer=optimizer, small=False)
+    _, before, _ = one_process(replace(case, steps=6))
+    _, after, _ = one_process(replace(case, steps=7))
+    for world in (2, 4):
+        same(joined(crews[world].run(one_step, case, before, 6, {})), after, tolerance=1e-6)
+
+
+def test_keys_that_are_multiples_of_the_ranks_spread_within_5_percent() -> None:
+    from embcache.distributed import owners
+
+    for world in (2, 3, 4, 8, 64):
+        counts = np.bincount(owners(np.arange(400_000) * world, world), minlength=world)
+        assert counts.min() > 0.95 * counts.mean() and counts.max() < 1.05 * counts.mean()

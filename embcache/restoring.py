@@ -9,7 +9,7 @@ its directory must hold no row yet, and a restore that fails empties it again.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from .checkpoint import Reader, RestoreReport, TableDescription, fill, holding, 
 from .errors import ConfigError, CorruptionError
 from .filterfile import meaning
 from .filterparts import filter_state
-from .saving import check_names, describe, path_of
+from .saving import check_names, describe, path_of, shared_with
 from .values import decode
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Dense", "restore_managers"]
 
 _ROWS = 1 << 16
+_NONE = -1  # in place of a generation: this rank has none, or cannot go on
 
 
 class Dense(Protocol):
@@ -103,23 +104,18 @@ def restore_managers(
     """Restore all `managers`, by module path, and what a model has beside them; see `EmbCacheManager.restore`."""
     where = path_of(path)
     check_names(managers)
+    others = shared_with(managers)
     with Doors(manager.door for manager in managers.values()):
         for manager in managers.values():
             manager.check_between_steps("restore")
+        if others is not None:
+            return _restore_together(where, managers, generation, dense, others)
         for reader, skipped in holding(where, generation):
             report = RestoreReport(reader.generation, skipped=skipped, metadata=reader.metadata)
             prepared = [_Prepared(manager, module) for module, manager in managers.items()]
             try:
-                _compare(reader, prepared, report)
-                for one in prepared:
-                    one.fill(reader, report)
-                report.state = _value(reader, "state")
-                model = _value(reader, "model")
-                if dense is not None:
-                    dense.check(model)
-                optimizers = _value(reader, "optimizers") or {}
-                report.count(reader)
-                _exchange(where, reader, prepared, optimizers, None if model is None else dense, model)
+                values = _fill(reader, prepared, report, dense)
+                _exchange(where, reader, prepared, *values)
             except CorruptionError as error:
                 _discard(prepared)
                 if generation is not None:
@@ -131,6 +127,82 @@ def restore_managers(
                 raise
             return report
     raise AssertionError("holding() ends by raising")
+
+
+def _fill(
+    reader: Reader, prepared: list[_Prepared], report: RestoreReport, dense: Dense | None
+) -> tuple[dict[str, Any], Dense | None, Any]:
+    """Make everything that a generation holds; returns what `_exchange` takes besides."""
+    _compare(reader, prepared, report)
+    for one in prepared:
+        one.fill(reader, report)
+    report.state = _value(reader, "state")
+    model = _value(reader, "model")
+    if dense is not None:
+        dense.check(model)
+    optimizers = _value(reader, "optimizers") or {}
+    report.count(reader)
+    return optimizers, None if model is None else dense, model
+
+
+def _restore_together(
+    where: str, managers: Mapping[str, EmbCacheManager], generation: int | None, dense: Dense | None, others: Any
+) -> RestoreReport:
+    """`restore_managers` of one rank of several, each of which reads its share: all restore one generation, or none does.
+
+    The ranks go down the generations together. Where one finds damage in the part that it reads, all pass that generation over.
+    """
+    readers = holding(where, generation, others.rank, others.world)
+    candidate, failure = _next_of(readers, None)
+    try:
+        while True:
+            mine = _NONE if candidate is None else candidate[0].generation
+            numbers = [number for (number,) in others.save.gather("a restore", [mine])]
+            if _NONE in numbers:
+                others.settle("save", "a restore", failure)
+            assert candidate is not None
+            reader, skipped = candidate
+            if min(numbers) < mine:
+                skipped.append((mine, f"rank {numbers.index(min(numbers))} has passed it over"))
+                candidate, failure = _next_of(readers, None)
+            if min(numbers) < max(numbers):
+                continue
+            report = RestoreReport(mine, skipped=skipped, metadata=reader.metadata)
+            prepared = [_Prepared(manager, module) for module, manager in managers.items()]
+            damage: CorruptionError | None = None
+            values: Any = None
+            try:
+                try:
+                    values = _fill(reader, prepared, report, dense)
+                except CorruptionError as error:
+                    damage = error
+                except Exception as error:
+                    failure = error
+                damaged = [flag for (flag,) in others.save.gather("a restore", [int(damage is not None)])]
+                others.settle("save", "a restore", failure)
+                if not any(damaged):
+                    _exchange(where, reader, prepared, *values)
+                    return report
+            except BaseException:
+                _discard(prepared)
+                raise
+            _discard(prepared)
+            skipped.append((mine, str(damage) if damage else f"rank {damaged.index(1)} has found it damaged"))
+            candidate, failure = _next_of(readers, damage)
+    finally:
+        readers.close()
+
+
+def _next_of(
+    readers: Generator[tuple[Reader, list[tuple[int, str]]], None, None], damage: CorruptionError | None
+) -> tuple[tuple[Reader, list[tuple[int, str]]] | None, BaseException | None]:
+    """The next older generation; or why there is none."""
+    try:
+        return next(readers), None
+    except StopIteration:  # the given one alone was wanted
+        return None, damage
+    except Exception as error:
+        return None, error
 
 
 def _discard(prepared: list[_Prepared]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,8 +71,10 @@ def _parent(table: EmbTable, where: str, full_bytes: int) -> int | None:
     return table.saved[1] if pays else None
 
 
-def holding(path: str | os.PathLike[str], generation: int | None) -> Iterator[tuple[Reader, list[tuple[int, str]]]]:
-    """Readers of generations whose catalogues hold, the newest first, with what was skipped so far.
+def holding(
+    path: str | os.PathLike[str], generation: int | None, rank: int = 0, world: int = 1
+) -> Generator[tuple[Reader, list[tuple[int, str]]], None, None]:
+    """Readers of generations whose catalogues hold, the newest first, with what was skipped so far; of one rank's share.
 
     For those who fill something that they can throw away: chunks are checked as they are read, and on `CorruptionError`
     the caller notes ``(reader.generation, reason)`` in the list and takes the next. What is passed over is logged as a warning. The
@@ -82,7 +84,7 @@ def holding(path: str | os.PathLike[str], generation: int | None) -> Iterator[tu
     before, newest, named = None, 0, 0
     while True:
         try:
-            reader = Reader(path, generation, check="catalogue", before=before)
+            reader = Reader(path, generation, rank, world, check="catalogue", before=before)
         except (ConfigError, CorruptionError) as error:
             if before is None:
                 raise

@@ -246,11 +246,9 @@ class Ranks:
             if isinstance(error, RankError)
             else f"rank {self.rank} has failed with {type(error).__name__}: {error}"
         )
-        self._failure = (
-            error
-            if isinstance(error, RankError)
-            else RankError(f"{message}; start all ranks again from the last generation")
-        )
+        remedy = "; start all ranks again from the last generation"
+        self._failure = error if isinstance(error, RankError) else RankError(message + remedy)
+        message = message.removesuffix(remedy)
         if self._store is not None and self.world > 1:
             with contextlib.suppress(RuntimeError):  # who holds the store may be gone
                 self._store.set(self._note, message[:2000])
@@ -268,7 +266,9 @@ class Ranks:
                 f"rank {self.rank} waits for {what}, and the store of the process group, which rank 0 holds, is gone; start all ranks again "
                 "from the last generation"
             ) from error
-        raise RankError(f"rank {self.rank} waits for {what} in vain: {note}")
+        # Kept here and not passed on: the others find the note of who has failed first.
+        self._failure = self._failure or RankError(f"{note}; start all ranks again from the last generation")
+        raise RankError(f"rank {self.rank} waits for {what} in vain: {self._failure}")
 
     def check(self) -> None:
         """`RankError` once a rank has failed."""

@@ -1,0 +1,155 @@
+"""Ranks in the life of a job: evaluation, pipelines, checkpoints, batches that fail on one rank, and what must be alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from crew import Crew
+from sharded_cases import Case, batch_of, joined, one_process, same
+from sharded_jobs import (
+    bad_batch,
+    evaluate,
+    fall,
+    go_on,
+    pipeline,
+    save_part_way,
+    take_together,
+    unlike,
+    wire_outputs,
+)
+
+SOAK = int(os.environ.get("EMBCACHE_SOAK", "0"))
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Crew]]:
+    with ExitStack() as stack:
+        yield {world: stack.enter_context(Crew(world)) for world in (1, 2, 3)}
+
+
+def test_i6_evaluation_over_ranks_reads_what_one_process_reads_and_changes_nothing(crews: dict[int, Crew]) -> None:
+    case = Case(31, kind="time", weighted=True, steps=5)
+    alone = crews[1].run(evaluate, case)[0]
+    answers = crews[3].run(evaluate, case)
+    for mine, before, after, unchanged in answers:
+        same(after, before)
+        assert unchanged
+        assert len(mine) == len(alone[0])
+    for index, number in enumerate(range(50, 54)):
+        rows = [part["rows"] for part in batch_of(case, number, 3)]
+        for (low, high), (mine, *_) in zip(rows, answers, strict=True):
+            assert torch.equal(mine[index], alone[0][index][low:high])
+
+
+def test_i9_a_pipeline_over_ranks_gives_the_bits_of_one_step_after_the_other(crews: dict[int, Crew]) -> None:
+    case = Case(32, kind="time", weighted=False)
+    flat = crews[2].run(pipeline, case, 1, 12, False, False)
+    deep = crews[2].run(pipeline, case, 6, 12, True, False)
+    for one, other in zip(flat, deep, strict=True):
+        assert one[0] == other[0] == 12  # though one rank has two batches more
+        assert one[1] == other[1]
+        same(one[2][0], other[2][0])
+        same(one[2][1], other[2][1])
+
+
+def test_no_deadlock_with_random_delays_and_a_dense_part_in_ddp(crews: dict[int, Crew]) -> None:
+    steps = 1000 if SOAK else 100
+    answers = crews[2].run(pipeline, Case(33, kind="floor", most=4), 6, steps, True, True)
+    assert [answer[0] for answer in answers] == [steps, steps]
+    for one, other in zip(answers[0][3], answers[1][3], strict=True):
+        assert torch.equal(one, other)  # the dense part is alike
+
+
+@pytest.mark.parametrize(("delta", "background"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("kind", ["time", "clicks"])
+def test_i10_a_generation_of_some_ranks_restores_into_others(
+    crews: dict[int, Crew], tmp_path: Path, kind: str, delta: bool, background: bool
+) -> None:
+    case = Case(34, kind=kind, optimizer="Adam")
+    path = str(tmp_path / "saved")
+    saved = crews[2].run(save_part_way, case, path, 7, delta, background)
+    _, state, _ = one_process(case)
+    same(joined([one[2] for one in saved]), state)
+    assert len({one[0] for one in saved}) == 1
+    for world in (1, 2, 3):
+        answers = crews[world].run(go_on, case, path)
+        assert {answer[0] for answer in answers} == {saved[0][0]}
+        same(joined([answer[1] for answer in answers]), joined([one[1] for one in saved]))
+        same(joined([answer[2] for answer in answers]), state)
+        assert {answer[3] for answer in answers} == {case.steps}
+
+
+def test_a_bad_batch_on_one_rank_is_passed_over_by_all(crews: dict[int, Crew]) -> None:
+    answers = crews[2].run(bad_batch, Case(35, kind="time"))
+    assert [heard[0][:2] for heard, *_ in answers] == [(2, "RankRefusedError"), (2, "ShapeError")]
+    assert "rank 1" in answers[0][0][0][2]
+    assert "no feature" in answers[0][0][0][2]
+    assert {step for *_, step in answers} == {4}
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("seed", "seed of table 'one'"),
+        ("optimizer", "the optimizer"),
+        ("filter", "admit_and_evict"),
+        ("wire", "wire_rows"),
+    ],
+)
+def test_ranks_that_are_made_differently_hear_of_it(crews: dict[int, Crew], what: str, named: str) -> None:
+    for said in crews[2].run(unlike, Case(36), what):
+        assert said.startswith("ConfigError: ranks differ in ")
+        assert named in said
+
+
+def test_batches_end_together(crews: dict[int, Crew]) -> None:
+    assert crews[3].run(take_together) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("float16", 11), ("bfloat16", 8)])
+def test_16_bits_on_the_wire_cost_what_is_said(crews: dict[int, Crew], kind: str, bits: int) -> None:
+    case = Case(37, kind="none", optimizer="SGD")
+    exact = crews[2].run(wire_outputs, case, "float32", "float32")
+    rows = crews[2].run(wire_outputs, case, kind, "float32")
+    both = crews[2].run(wire_outputs, case, "float32", kind)
+    for one, other in zip(exact, rows, strict=True):
+        widest = 12  # values in a bag, at most, each within 0.05
+        difference = (one[0][0] - other[0][0]).abs()
+        assert not difference.numel() or difference.max() <= widest * 0.05 * 2.0**-bits + 1e-7
+        assert other[2] < one[2]
+    assert any((one[0][0] != other[0][0]).any() for one, other in zip(exact, rows, strict=True))
+    fine, narrow = joined([one[1] for one in exact]), joined([one[1] for one in both])
+    for name in fine:
+        change = np.abs(fine[name]["weights"] - narrow[name]["weights"])
+        assert change.max() <= 0.1 * 40 * 2.0**-bits  # lr times a sum of gradients, rounded once
+
+
+@pytest.mark.parametrize("piped", [False, True])
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_falls_brings_the_others_down_with_a_clear_error(how: str, piped: bool) -> None:
+    with Crew(3) as crew:
+        crew.start(fall, Case(38, kind="time"), how, piped)
+        answers = crew.answers(raising=False)
+    for kind, text, seconds in answers[:2]:
+        assert kind == "RankError", (kind, text)
+        assert "start all ranks again from the last generation" in text
+        assert seconds < 30  # a second, but for a busy machine; the time limit is 60
+        if how == "raises":
+            assert "rank 2 has failed with ArithmeticError: the loss is odd" in text
+
+
+def test_a_job_that_fell_goes_on_from_its_last_whole_generation(crews: dict[int, Crew], tmp_path: Path) -> None:
+    case, path = Case(39, kind="time"), str(tmp_path / "saved")
+    saved = crews[2].run(save_part_way, case, path, 5, False, False)
+    # A later save of which one rank alone has become durable is no generation.
+    torn = next(iter(sorted((tmp_path / "saved").glob("rank-0001"))))
+    (torn / f"COMMIT-{saved[0][0] + 1:016d}").write_bytes(b"half")
+    answers = crews[2].run(go_on, case, path)
+    assert answers[0][0] == saved[0][0]
+    same(joined([answer[2] for answer in answers]), joined([one[2] for one in saved]))

@@ -133,6 +133,7 @@ cdef extern from "ec_insert.h":
         int64_t n
         int64_t *rows
         uint8_t *born
+        const int64_t *groups
         int64_t shares
         bint bare
 
@@ -146,6 +147,15 @@ cdef extern from "ec_insert.h":
     void ec_settle(const ec_insertion *b, int64_t share, ec_share_result *result) noexcept nogil
     void ec_insert_undo(const ec_insertion *b) noexcept nogil
     void ec_insert_finish(const ec_insertion *b, int64_t begin, int64_t end) noexcept nogil
+
+cdef extern from "ec_bulk.h":
+    ctypedef struct ec_bulk:
+        int64_t *keys
+        int64_t *begin
+
+    bint ec_bulk_cut(ec_bulk *bulk, const ec_table *t, const int64_t *keys, int64_t n) noexcept nogil
+    void ec_bulk_join(ec_bulk *bulk, const ec_table *t, const int64_t *keys, int64_t n, int64_t *rows, uint8_t *born) noexcept nogil
+    void ec_bulk_drop(ec_bulk *bulk) noexcept nogil
 
 cdef extern from "ec_changes.h":
     const int EC_CHANGED
@@ -423,10 +433,12 @@ cdef int _insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, 
     """`table_insert`; with `bare` new rows get no initial values, since the caller writes all rows before it lets go of the lock."""
     cdef ec_table_fields *t = <ec_table_fields *>handle
     cdef Insert job
+    cdef ec_bulk bulk
+    cdef bint huge = n > t.split_above // 2, cut = False
     cdef int64_t i, count = 0
     cdef int threads = _threads_for(n, num_threads)
     cdef int status = ec_insert_begin(handle, n)
-    if status == EC_OK and n > t.split_above // 2:
+    if status == EC_OK and huge:
         status = ec_insert_prepare(handle, ec_distinct_estimate(keys, hashes, n))
     if status != EC_OK:
         ec_spare_drop_all(t.spares)  # memory is short
@@ -439,8 +451,15 @@ cdef int _insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, 
     job.b.n = n
     job.b.rows = rows
     job.b.born = born
+    job.b.groups = NULL
     job.b.bare = bare
     job.b.shares = min(<int64_t>threads, min(t.partition_count, <int64_t>MOST_SHARES))
+    if huge and t.partition_count > 1:
+        cut = ec_bulk_cut(&bulk, handle, keys, n)
+    if cut:
+        job.b.keys = bulk.keys
+        job.b.hashes = NULL
+        job.b.groups = bulk.begin
     parallel_for(_settle_task, &job, job.b.shares, threads)
     for i in range(job.b.shares):
         count += job.results[i].born
@@ -448,16 +467,19 @@ cdef int _insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, 
             status = job.results[i].status
     if status == EC_OK:
         status = ec_table_back_locals(handle)
-    if status != EC_OK:
-        ec_insert_undo(&job.b)
-        ec_spare_drop_all(t.spares)
-        return status
-    if count:
+    if status == EC_OK and count:
         parallel_for(_finish_task, &job, _spans(n), threads)
         ec_table_wrote(handle)
         t.live += count
         t.version += 1
-    return EC_OK
+    elif status != EC_OK:
+        ec_insert_undo(&job.b)
+        ec_spare_drop_all(t.spares)
+    if cut:
+        if status == EC_OK:
+            ec_bulk_join(&bulk, handle, keys, n, rows, born)
+        ec_bulk_drop(&bulk)
+    return status
 
 
 cdef void _lookup_task(void *context, int64_t task) noexcept nogil:

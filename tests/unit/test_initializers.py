@@ -127,6 +127,7 @@ INITIALIZERS = [
     Uniform(1.0, 1.0000001192092896),
     Uniform(-3.0, 5.0),
     Uniform(0.25, 0.25),
+    Uniform(0.0, 1e-38),  # whose steps are subnormal
     Normal(0.5, 2.0),
     Normal(0.0, 0.0),
     TruncatedNormal(-1.0, 0.1),
@@ -139,7 +140,7 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("initializer", INITIALIZERS, ids=repr)
-@pytest.mark.parametrize("dim", [1, 7, 64])
+@pytest.mark.parametrize("dim", [1, 7, 47, 64])
 def test_i8_initial_values_equal_the_numpy_twin(initializer: Initializer, dim: int) -> None:
     for name, seed in (("users", 0), ("Größe", -5), ("users", INT64_MIN), ("u" * 300, INT64_MAX)):
         with EmbTable(name, dim, initializer=initializer, seed=seed) as table:

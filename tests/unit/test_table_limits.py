@@ -125,6 +125,41 @@ def test_one_call_splits_as_many_calls_do() -> None:
     assert repeated.stats()["index_bytes"] < 2**20
 
 
+def test_i4_a_batch_cut_by_partition_gets_the_rows_that_it_would_have_got() -> None:
+    """Where the cut's memory is refused the batch is served as it comes, to the same rows; any other refusal is an error."""
+    keys, later = keys_from(9, 6_000), keys_from(10, 2_000)
+    batch = np.concatenate([later, keys[::7], later[::3], keys[5::11]])
+    np.random.default_rng(1).shuffle(batch)
+
+    def life(countdown: int, threads: int = 1) -> tuple[int, list[np.ndarray]]:
+        table = Table("t", 3, num_threads=threads, split_above=500, index_seed=5)
+        for start in range(0, len(keys), 250):
+            table.insert(keys[start : start + 250])
+        table.erase(keys[::9].copy())
+        refuse_memory(countdown)
+        try:
+            rows, born = table.insert_born(batch)
+        finally:
+            left = refuse_memory(-1)
+        out = np.empty((len(batch), 3), np.float32)
+        table.lookup(batch, out, False)
+        table.check()
+        assert table.stats()["partitions"] > 8
+        return left, [rows, born, out, table.scan(0, 10**6)[0]]
+
+    _, whole = life(-1)
+    assert np.array_equal(whole[0], life(-1, threads=2)[1][0])
+    served = 0
+    for countdown in range(40):
+        try:
+            left, found = life(countdown)
+        except HostMemoryError:
+            continue
+        assert all(np.array_equal(a, b) for a, b in zip(whole, found, strict=True))
+        served += left == -1
+    assert served >= 1
+
+
 def test_case_20_churned_keys_leave_nothing_behind() -> None:
     """Keys come and go for ever (10^7 of them in a soak): length, probes and bytes stay what the live keys need."""
     total, live, batch = (10_000_000 if SOAK else 600_000), 20_000, 2_000

@@ -128,24 +128,26 @@ static inline int64_t ec_index_find(const ec_index *index, int64_t key, uint64_t
     return value == NULL ? -1 : (int64_t)*value;
 }
 
-/* Insert a key that is absent, where room was reserved. */
-static inline void ec_index_insert(ec_index *index, int64_t key, uint64_t hash, uint32_t value)
+/* Insert a key that is absent and whose home bucket is `bucket`, where room was reserved. */
+static inline void ec_index_insert_from(ec_index *index, int64_t key, ec_bucket *bucket, uint32_t value)
 {
     EC_ASSERT(index->size < index->grow_at);
-    uint64_t at = ec_index_home(index, hash);
-    ec_bucket *bucket = index->buckets + at;
     while ((bucket->meta & EC_OCCUPANCY) == EC_OCCUPANCY) {
         if (ec_bucket_overflow(bucket) != EC_OVERFLOW_MAX)
             bucket->meta += EC_OVERFLOW_ONE;
-        if (++at == index->bucket_count)
-            at = 0;
-        bucket = index->buckets + at;
+        if (++bucket == index->buckets + index->bucket_count)
+            bucket = index->buckets;
     }
     int place = __builtin_ctz(~bucket->meta);
     bucket->keys[place] = key;
     bucket->vals[place] = value;
     bucket->meta |= 1u << place;
     index->size += 1;
+}
+
+static inline void ec_index_insert(ec_index *index, int64_t key, uint64_t hash, uint32_t value)
+{
+    ec_index_insert_from(index, key, index->buckets + ec_index_home(index, hash), value);
 }
 
 /* Overwrite the value of a present key. EC_OK, or EC_STATE where the key is absent. */

@@ -450,30 +450,6 @@ static int ec_table_back_locals(ec_table *t)
 
 /* -------------------------------------------------------------------------------------------------------- life of a row */
 
-/* Initial weights and state of the row of a key. */
-static inline void ec_table_begin_row(const ec_table *t, int64_t row, uint64_t hash)
-{
-    ec_table_initial(t, hash, ec_table_weights(t, row), t->type);
-    if (t->state_dim > 0) {
-        size_t bytes = (size_t)t->state_dim * sizeof(float);
-        if (t->initial_state == NULL)
-            memset(ec_table_state(t, row), 0, bytes);
-        else
-            memcpy(ec_table_state(t, row), t->initial_state, bytes);
-    }
-}
-
-/* Make `row` the row of `key`, without history. `again`: the row was free before. Weights and state are the caller's to set. */
-static inline void ec_table_bear(const ec_table *t, int64_t row, int64_t key, int again)
-{
-    *ec_table_key(t, row) = key;
-    *ec_table_flags(t, row) = again ? EC_LIVE | EC_CHANGED | EC_AGAIN : EC_LIVE | EC_CHANGED;
-    if (t->with_filter) {
-        *ec_table_freq(t, row) = 0;
-        *ec_table_ts(t, row) = INT64_MIN;
-    }
-}
-
 static int64_t ec_table_detach(ec_table *t, int64_t key, uint64_t hash)
 {
     ec_partition *p = ec_table_partition(t, hash);

@@ -122,7 +122,13 @@ def hash_strings(values: Iterable[str | bytes], salt: int = 0) -> npt.NDArray[np
 
 
 def _reopen(kind: type[EmbTable], name: str, dim: int, options: dict[str, Any]) -> EmbTable:
-    """What a pickled file-backed table is: how to open it again."""
+    """What a pickled file-backed table is: how to open it again, and not how to make a new one in its place."""
+    place = options["directory"]
+    if not os.path.lexists(os.path.join(place, "header")):
+        raise ConfigError(
+            f"table {name!r}: directory {place!r} holds no table: the one that was pickled lies on another machine, or was "
+            "moved or deleted; copy its directory there, or make a new table with EmbTable"
+        )
     return kind(name, dim, **options)
 
 
@@ -319,7 +325,7 @@ class EmbTable:
     A file-backed table adds `DiskFullError`, `StorageError`, and when it is opened `LockedError`, `UncleanDirectoryError` (a crash
     came before close or flush: restore a checkpoint), `CorruptionError` and `FormatVersionError`. It closes itself when it is
     dropped or the interpreter ends. Pickled, it is its description and its path: unpickling opens the directory, which must
-    then be closed everywhere else.
+    then be closed everywhere else; where it is gone, `ConfigError`.
 
     Thread safety: any thread may call at any time; reading calls run together, a changing call alone.
 

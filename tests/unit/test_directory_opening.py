@@ -1,0 +1,103 @@
+"""Opening a table's directory: what it costs, whatever the table's size; and tables that are pickled by their path."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import embcache as ec
+from embcache.errors import ConfigError
+from embcache.table import EmbTable
+
+
+def bytes_read() -> int:
+    """What this process has read from files so far."""
+    found = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def bytes_touched(place: Path) -> int:
+    """Pages of the mapped data file that this process has touched."""
+    parts = Path("/proc/self/smaps").read_text().split(f"{place}/data\n")[1:]
+    assert parts, "the file is not mapped"
+    return 1024 * sum(int(re.findall(r"^Rss: +(\d+) kB", part, re.MULTILINE)[0]) for part in parts)
+
+
+@pytest.mark.parametrize("rows", [20_000, 800_000])
+def test_a_clean_directory_opens_at_once_whatever_its_size(tmp_path: Path, rows: int) -> None:
+    """Neither rows nor index nor free list are looked at: no page is touched, and a few bytes a thousand rows are read."""
+    place = tmp_path / "rows"
+    with EmbTable("t", 16, directory=place) as table:
+        table.insert(np.arange(rows))
+        table.erase(np.arange(0, rows, 2))
+    before = bytes_read()
+    with EmbTable("t", 16, directory=place) as table:
+        read = bytes_read() - before
+        assert bytes_touched(place) == 0
+        assert read < 4096 + 20 * rows // 1000
+        assert len(table) == table.stats()["free_rows"] == rows // 2
+        assert (table.insert(np.arange(0, rows, 2)) < rows * 1.1).all()  # into the rows that were free
+        assert table.stats()["free_rows"] == 0
+        table.check()
+        assert bytes_touched(place) > 64 * rows
+
+
+ELSEWHERE = """
+import pickle, sys
+import numpy as np
+from embcache.errors import LockedError
+
+packed = bytes.fromhex(sys.argv[1])
+try:
+    pickle.loads(packed)
+except LockedError as error:
+    print(error.pid, flush=True)
+sys.stdin.readline()
+with pickle.loads(packed) as table:
+    print(table.lookup([7, 8, 9], insert=False).tobytes().hex(), table.dtype, table.state_dim, table.seed)
+    table.assign([7], np.zeros((1, 4), np.float16))
+"""
+
+
+def test_a_table_is_pickled_by_its_path_for_another_process(tmp_path: Path) -> None:
+    """It opens the same rows as soon as they are closed here, and what it writes is read here."""
+    place, initializer = tmp_path / "rows", ec.TruncatedNormal(0, 0.1)
+    table = EmbTable("t", 4, dtype="float16", state_dim=2, seed=5, initializer=initializer, directory=place)
+    rows = table.lookup([7, 8])
+    packed = pickle.dumps(table)
+    command = [sys.executable, "-c", ELSEWHERE, packed.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == f"{os.getpid()}\n"
+        table.close()
+        assert pickle.dumps(table) == packed
+        found, *kind = other.communicate("\n", timeout=60)[0].split()
+    assert other.returncode == 0 and kind == ["float16", "2", "5"]
+    fresh = EmbTable("t", 4, dtype="float16", seed=5, initializer=initializer)
+    assert bytes.fromhex(found) == np.concatenate([rows, fresh.lookup([9])]).tobytes()
+    with pickle.loads(packed) as again:
+        assert not again.lookup([7], insert=False).any() and np.array_equal(again.lookup([8], insert=False), rows[1:])
+
+
+@pytest.mark.parametrize("how", ["deleted", "emptied"])
+def test_a_pickled_table_whose_directory_is_gone_is_not_a_new_one(tmp_path: Path, how: str) -> None:
+    place = tmp_path / "rows"
+    with EmbTable("t", 4, directory=place) as table:
+        packed = pickle.dumps(table)  # nothing was stored yet: that is a table all the same
+    with pickle.loads(packed) as table:
+        table.insert([1])
+    shutil.rmtree(place)
+    if how == "emptied":
+        place.mkdir()
+    with pytest.raises(ConfigError, match=f"'t': directory '{place}' holds no table.*copy"):
+        pickle.loads(packed)
+    assert not list(tmp_path.glob("rows/*")) and place.exists() == (how == "emptied")

@@ -30,13 +30,24 @@ from .modules import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection
 from .optimizers import TableOptimizer, sparse_optimizer
 from .pipeline import EmbCacheTrainPipelineSparseDist
 from .replace import ReplacedCollection, ReplaceReport, replace_embeddings
+from .sharding import (
+    EmbCacheEmbeddingBagCollectionSharder,
+    EmbCacheEmbeddingCollectionSharder,
+    EmbCacheShardedEmbeddingBagCollection,
+    EmbCacheShardedEmbeddingCollection,
+    sharding_plan,
+)
 
 __all__ = [
     "AdmitAndEvictConfig",
     "EmbCacheEmbeddingBagCollection",
+    "EmbCacheEmbeddingBagCollectionSharder",
     "EmbCacheEmbeddingBagConfig",
     "EmbCacheEmbeddingCollection",
+    "EmbCacheEmbeddingCollectionSharder",
     "EmbCacheEmbeddingConfig",
+    "EmbCacheShardedEmbeddingBagCollection",
+    "EmbCacheShardedEmbeddingCollection",
     "EmbCacheTrainPipelineSparseDist",
     "InitializerType",
     "JaggedTensorWithTimestamp",
@@ -47,5 +58,6 @@ __all__ = [
     "ShowClickParams",
     "TableOptimizer",
     "replace_embeddings",
+    "sharding_plan",
     "sparse_optimizer",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,22 +22,29 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from torchrec.optim.fused import FusedOptimizerModule
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from ..config import OptimizerSpec, TableConfig
 from ..devices import Emulated
 from ..errors import ConfigError, ShapeError, shown
-from ..features import stride_of
 from ..manager import DEFAULT_OPTIMIZER, EmbCacheManager
 from ..modules import CachedCollection, EmbeddingBagCollection, EmbeddingCollection
 from .configs import table_configs, whole_weight
+from .faces import PooledFace, SequenceFace
 from .optimizers import TableOptimizer, applied_optimizer, sparse_optimizer
 
 __all__ = ["EmbCacheEmbeddingBagCollection", "EmbCacheEmbeddingCollection"]
 
 MADE_LATER = ("_manager", "_update")
 ROWS_AT_A_TIME = 1 << 16
+
+
+class TableOwner(Protocol):
+    """Whose tables the holders stand for."""
+
+    @property
+    def is_made(self) -> bool: ...
+
+    def load_weight(self, name: str, weight: torch.Tensor, prefix: str = "") -> None: ...
 
 
 class TableParameter(nn.Parameter):
@@ -57,14 +64,23 @@ class TableParameter(nn.Parameter):
 class TableHolder(nn.Module):
     """Where TorchRec has an ``nn.EmbeddingBag`` or ``nn.Embedding``: the parameter of one table, and its part of a state dict."""
 
-    def __init__(self, collection: CachedTables, config: BaseEmbeddingConfig) -> None:
+    def __init__(self, collection: TableOwner, config: BaseEmbeddingConfig) -> None:
         super().__init__()
         shape = (config.num_embeddings or 0, config.embedding_dim)
         self.weight = TableParameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+        self.config = config
+        self.belong_to(collection)
+
+    def belong_to(self, collection: TableOwner) -> None:
+        """From now on it stands for a table of `collection`."""
         # Weak: tables are to go with the last who holds their collection, not at the next search for cycles.
         owner = weakref.ref(collection)
         self.weight.is_open = lambda: (found := owner()) is None or not found.is_made
-        self._owner, self._table = owner, config.name
+        self._owner = owner
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> TableHolder:
+        """Nothing: what initializes parameters (TorchRec, of those on the meta device) is not to make one of the table's size."""
+        return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TableHolder:
         """There is nothing to move."""
@@ -89,7 +105,7 @@ class TableHolder(nn.Module):
         if weight is None or collection is None:
             return
         try:
-            collection.load_weight(self._table, weight, prefix)
+            collection.load_weight(self.config.name, weight, prefix)
         except (ConfigError, ShapeError) as error:
             error_msgs.append(str(error))
 
@@ -153,8 +169,8 @@ class CachedTables(FusedOptimizerModule, CachedCollection):
                 raise ConfigError(
                     "the collection is on the meta device, where nothing is; call to_empty(device=...) on it or on its model first"
                 )
-            whole = {config.name: weight for config in self._configs if (weight := whole_weight(config)) is not None}
-            self._build(self._plain, self._optimizer_spec(), self._where, **self._options)
+            whole = self.whole_weights()
+            self._build(self._plain, self.optimizer_spec(), self._where, **self._options)
             manager: EmbCacheManager = self.__dict__["_manager"]
             try:
                 manager.layout.weighted = self.weighted
@@ -166,7 +182,7 @@ class CachedTables(FusedOptimizerModule, CachedCollection):
                     del self.__dict__[name]
                 raise
 
-    def _optimizer_spec(self) -> OptimizerSpec:
+    def optimizer_spec(self) -> OptimizerSpec:
         """Of what was applied to the parameters, given to the constructor, or named there by class; these must agree."""
         applied = applied_optimizer({name: holder.weight for name, holder in self._holders()})
         given, kind = self._named_optimizer, self._optimizer_class
@@ -187,6 +203,16 @@ class CachedTables(FusedOptimizerModule, CachedCollection):
     def _holders(self) -> Iterator[tuple[str, Any]]:
         yield from getattr(self, self.holders).items()
 
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """By table the weights that functions of whole weights make, where initial values are said by such; anew at each call."""
+        if self.is_made:
+            return {}
+        return {config.name: weight for config in self._configs if (weight := whole_weight(config)) is not None}
+
+    def options(self) -> dict[str, Any]:
+        """The engine's arguments besides tables, optimizer and device."""
+        return dict(self._options)
+
     def table_configs(self) -> list[TableConfig]:
         """The engine's configuration of each table."""
         return list(self._plain)
@@ -204,11 +230,7 @@ class CachedTables(FusedOptimizerModule, CachedCollection):
 
     def load_weight(self, name: str, weight: torch.Tensor, prefix: str = "") -> None:
         """Take over a whole weight of TorchRec's, (num_embeddings, dim), as rows 0, 1, ...; their optimizer state starts anew."""
-        config = next(config for config in self._configs if config.name == name)
-        if weight.dim() != 2 or weight.shape[1] != config.embedding_dim or weight.is_meta:
-            raise ShapeError(
-                f"{prefix}weight has shape {tuple(weight.shape)} on {weight.device}; table {name!r} takes (rows, {config.embedding_dim})"
-            )
+        check_weight(self.table_configs(), name, weight, prefix)
         assign_rows(self.manager, name, weight, None)
 
     # -------------------------------------------------------------------------------------------- as TorchRec's modules
@@ -242,8 +264,23 @@ class CachedTables(FusedOptimizerModule, CachedCollection):
         return "\n".join([*lines, f"device={str(self.device)!r}, made={self.is_made}"])
 
 
-def assign_rows(manager: EmbCacheManager, name: str, weight: torch.Tensor, state: torch.Tensor | None) -> None:
-    """Make row r of `weight` the row of key r, with `state` (rows, state_dim), float32, or what a new row's is."""
+def check_weight(tables: Sequence[TableConfig], name: str, weight: torch.Tensor, prefix: str) -> None:
+    """`ShapeError` where `weight` is no whole weight of that table, of any number of rows."""
+    dim = next(table.embedding_dim for table in tables if table.name == name)
+    if weight.dim() != 2 or weight.shape[1] != dim or weight.is_meta:
+        raise ShapeError(
+            f"{prefix}weight has shape {tuple(weight.shape)} on {weight.device}; table {name!r} takes (rows, {dim})"
+        )
+
+
+def assign_rows(
+    manager: EmbCacheManager,
+    name: str,
+    weight: torch.Tensor,
+    state: torch.Tensor | None,
+    owned: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> None:
+    """Make row r of `weight` the row of key r, with `state` (rows, state_dim), float32, or what a new row's is; where it is `owned`."""
     view = manager.table(name)
     rows = weight.detach()
     initial = manager.initial_state(view.dim)
@@ -254,13 +291,17 @@ def assign_rows(manager: EmbCacheManager, name: str, weight: torch.Tensor, state
             if state is None
             else state[start : start + len(part)].cpu().numpy()
         )
-        plain = part if part.dtype is torch.float16 and view.dtype == "float16" else part.float()
-        view.assign(
-            np.arange(start, start + len(part)), plain.contiguous().numpy(), np.ascontiguousarray(own, dtype=np.float32)
-        )
+        plain = (part if part.dtype is torch.float16 and view.dtype == "float16" else part.float()).numpy()
+        keys = np.arange(start, start + len(part))
+        if owned is not None:
+            mine = owned(keys)
+            keys, plain, own = keys[mine], plain[mine], own[mine]
+        view.assign(keys, np.ascontiguousarray(plain), np.ascontiguousarray(own, dtype=np.float32))
 
 
-class EmbCacheEmbeddingBagCollection(CachedTables, EmbeddingBagCollectionInterface, EmbeddingBagCollection):
+class EmbCacheEmbeddingBagCollection(  # type: ignore[misc]  # outputs are TorchRec's, not ours
+    PooledFace, CachedTables, EmbeddingBagCollectionInterface, EmbeddingBagCollection
+):
     """TorchRec's ``EmbeddingBagCollection`` with tables larger than device memory.
 
     Parameters
@@ -335,26 +376,12 @@ class EmbCacheEmbeddingBagCollection(CachedTables, EmbeddingBagCollectionInterfa
         self_options = {"hbm_bytes": hbm_bytes, "policy": policy, "accumulate": accumulate, "num_threads": num_threads}
         super().__init__(tables, device, optimizer, embedding_optimizer_cls, **self_options)
         self.weighted = is_weighted
-        self._embedding_names = [name for names in embedding_names(self._plain) for name in names]
-        self._dims = [table.embedding_dim for table in self._plain for _ in table.feature_names or ()]
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
-        """Pooled embeddings, (B, sum of dims), one block a feature in the order of the tables."""
-        if isinstance(features, torch.fx.Proxy):
-            return _node(self, features)
-        values = self.pool(maybe_td_to_kjt(features, None))
-        return KeyedTensor(keys=self._embedding_names, length_per_key=self._dims, values=values)
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configurations that were given."""
-        return cast(list[EmbeddingBagConfig], self._configs)
-
-    def is_weighted(self) -> bool:
-        """Whether batches bring per-sample weights."""
-        return bool(self.weighted)
+        self._show(self._configs, self._plain)
 
 
-class EmbCacheEmbeddingCollection(CachedTables, EmbeddingCollectionInterface, EmbeddingCollection):
+class EmbCacheEmbeddingCollection(  # type: ignore[misc]  # outputs are TorchRec's, not ours
+    SequenceFace, CachedTables, EmbeddingCollectionInterface, EmbeddingCollection
+):
     """TorchRec's ``EmbeddingCollection`` with tables larger than device memory: a row for each value.
 
     Parameters
@@ -405,62 +432,4 @@ class EmbCacheEmbeddingCollection(CachedTables, EmbeddingCollectionInterface, Em
             )
         self_options = {"hbm_bytes": hbm_bytes, "policy": policy, "accumulate": accumulate, "num_threads": num_threads}
         super().__init__(tables, device, optimizer, embedding_optimizer_cls, **self_options)
-        self._need_indices = need_indices
-
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
-        """Name -> rows of the feature's values, with the feature's lengths."""
-        if isinstance(features, torch.fx.Proxy):
-            return _node(self, features)
-        batch = maybe_td_to_kjt(features, None)
-        columns, flat = self.look_up(batch)
-        layout = self.manager.layout
-        keys = list(batch.keys())
-        strides = list((stride_of(batch) or dict.fromkeys(keys, flat.batch_size)).values())
-        lengths = torch.split(batch.lengths(), strides)
-        indices: Sequence[Any] = torch.split(batch.values(), batch.length_per_key()) if self._need_indices else ()
-        out: dict[str, JaggedTensor] = {}
-        for name, column in zip(layout.output_names, layout.output_columns, strict=True):
-            place = int(flat.sources[column])
-            weights = indices[place] if self._need_indices else None
-            out[name] = JaggedTensor(values=columns[column], lengths=lengths[place], weights=weights)
-        return out
-
-    def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The configurations that were given."""
-        return cast(list[EmbeddingConfig], self._configs)
-
-    def need_indices(self) -> bool:
-        """Whether outputs bring the ids as their weights."""
-        return self._need_indices
-
-    def embedding_dim(self) -> int:
-        """The dim of all tables.
-
-        Raises
-        ------
-        ConfigError
-            They have several.
-        """
-        dims = sorted({table.embedding_dim for table in self._plain})
-        if len(dims) > 1:
-            raise ConfigError(f"the tables have the dims {dims!r}; ask the configurations one by one")
-        return dims[0]
-
-    def embedding_names_by_table(self) -> list[list[str]]:
-        """Names of the outputs of each table."""
-        return embedding_names(self._plain)
-
-
-def _node(collection: nn.Module, features: torch.fx.Proxy) -> Any:
-    """The collection as one node of a graph: what tracing finds that goes into it (TorchRec's pipelines trace whole models)."""
-    tracer: Any = features.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(collection), (features,), {})
-
-
-def embedding_names(tables: Sequence[TableConfig]) -> list[list[str]]:
-    """Output names of each table: the feature's, or where several tables share a feature ``feature@table``."""
-    features = [feature for table in tables for feature in table.feature_names or ()]
-    return [
-        [f"{name}@{table.name}" if features.count(name) > 1 else name for name in table.feature_names or ()]
-        for table in tables
-    ]
+        self._show(self._configs, self._plain, need_indices)

@@ -478,3 +478,17 @@ def test_a_traced_model_has_the_collection_as_one_node() -> None:
     traced = torch.fx.symbolic_trace(model)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["rows"]
     assert torch.equal(traced(BATCH), model(BATCH))
+
+
+def test_nobody_makes_a_tensor_of_a_tables_size_of_a_parameter() -> None:
+    """DistributedModelParallel puts real tensors in the place of parameters on the meta device."""
+    model = torch.nn.ModuleDict(
+        {"rows": EmbCacheEmbeddingBagCollection([bag()]), "top": torch.nn.Linear(4, 1, device="meta")}
+    )
+
+    def materialize(part: torch.nn.Module) -> None:
+        for name, one in part._parameters.items():
+            part._parameters[name] = torch.nn.Parameter(torch.zeros_like(one, device="cpu"))
+
+    model.apply(materialize)
+    assert not model["top"].weight.is_meta and next(model["rows"].parameters()).is_meta

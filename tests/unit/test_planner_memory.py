@@ -1,7 +1,9 @@
-"""I3 at full width: a plan that lets everything grow, sweeps and evicts, with each of its requests for memory refused once."""
+"""I3 at full width: a plan that lets everything grow, sweeps and evicts, with each request for memory or disk refused once."""
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from embcache._core.swap import SwapManager, _fail_allocation
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig, ShowClick
-from embcache.errors import HostMemoryError
+from embcache.errors import DiskFullError, HostMemoryError
 
 SLOTS = 700  # fewer than what three batches use: the last one has victims
 FILTERS = {
@@ -40,9 +42,22 @@ def batch_of(number: int, config: AdmitAndEvictConfig) -> Batch:
     )
 
 
-def before_the_third(config: AdmitAndEvictConfig, policy: str) -> tuple[SwapManager, list[Table]]:
+def before_the_third(
+    config: AdmitAndEvictConfig, policy: str, base: Path | None = None
+) -> tuple[SwapManager, list[Table]]:
     """Tables that are about to split, and a planner with two batches behind it: the third one sweeps."""
-    tables = [Table(f"t{t}", 2, with_filter=t == 0, split_above=150, index_seed=1, num_threads=1) for t in range(2)]
+    tables = [
+        Table(
+            f"t{t}",
+            2,
+            with_filter=t == 0,
+            split_above=150,
+            index_seed=1,
+            num_threads=1,
+            directory=None if base is None else base / f"t{t}",
+        )
+        for t in range(2)
+    ]
     manager = SwapManager(tables, [SLOTS, SLOTS], [config, None], num_threads=1, policy=policy)
     for number in range(2):
         plan = manager.plan(*batch_of(number, config))
@@ -111,3 +126,36 @@ def test_i3_every_request_of_a_growing_plan_refused_in_turn_changes_nothing(kind
             table.check()
         countdown += 1
     assert refused >= 15
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_i3_every_call_of_a_growing_plan_that_a_full_disk_refuses_changes_nothing(tmp_path: Path, error: int) -> None:
+    """The same with tables in files, where growing means calls of the file system."""
+    config = FILTERS["counts"]
+    batch = batch_of(2, config)
+    memory, twins = before_the_third(config, "lru")
+    wanted, after = arrays_of(memory.plan(*batch)), everything(memory, twins)
+    manager, tables = before_the_third(config, "lru", tmp_path)
+    before = everything(manager, tables)
+    outcomes = []
+    for full in tables:
+        assert full.directory is not None
+        for calls in range(200):
+            full.directory.fail_after(calls, error)
+            try:
+                plan = manager.plan(*batch)
+            except (DiskFullError, HostMemoryError) as refusal:  # the latter where it is the mapping that fails
+                outcomes.append(type(refusal))
+                assert "nothing has changed" in str(refusal)
+                if isinstance(refusal, DiskFullError):
+                    assert refusal.filename == str(tmp_path / full.name) and f"'{full.name}'" in str(refusal)
+            else:
+                manager.cancel(plan)
+                break
+            finally:
+                full.directory.fail_after(-1, 0)
+            assert everything(manager, tables) == before
+            manager.check()
+    plan = manager.plan(*batch)
+    assert arrays_of(plan) == wanted and everything(manager, tables) == after
+    assert DiskFullError in outcomes and len(outcomes) >= 4

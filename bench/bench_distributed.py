@@ -1,0 +1,57 @@
+"""A training step of two ranks on one machine (gloo), against TorchRec's sharded collection on the same tables, ids and gradients.
+
+TorchRec offers whole tables a rank on a CPU, and sends pooled outputs; ours are sharded by rows, and send rows. A step is told to both ranks
+through a pipe and has ended when both have answered, which is the same for both contenders. Several processes: wall time alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+from crew import Crew
+
+from race import MILLISECONDS, Absent, Contender, Race
+from sharded import Job, build, step, wire
+
+JOBS = [Job(), Job(zipf=0.0), Job(tables=26, rows=10_000, dim=16, pooling=1)]
+
+
+def near(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """The same outputs, but for the order of sums."""
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew(2) as members:
+        yield members
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.tables}x{job.rows}x{job.dim}-zipf{job.zipf}")
+def test_step_of_two_ranks(race: Race, crew: Crew, job: Job) -> None:
+    there = importlib.util.find_spec("torchrec") is not None
+    crew.run(build, job, there)
+    peer = Contender("ShardedEmbeddingBagCollection, table-wise", lambda i: crew.run(step, "stock", i), near)
+    race(
+        "step of 2 ranks, RowWiseAdagrad",
+        f"2 ranks, {job.tables} tables of {job.rows} x {job.dim}, pooling {job.pooling}, zipf {job.zipf}",
+        Contender("embcache", lambda i: crew.run(step, "ours", i)),
+        [peer] if there else [Absent(peer.name, "torchrec is not installed")],
+        threads=2,
+        work=1,
+        unit=MILLISECONDS,
+        rounds=5,
+        check_sets=(0,),
+    )
+
+
+def test_bytes_on_the_wire_of_zipf_ids(crew: Crew) -> None:
+    """No race: a count. Distinct keys travel once."""
+    crew.run(build, Job(), False)
+    sent, without = (sum(column) for column in zip(*crew.run(wire, 0), strict=True))
+    print(f"2 ranks, zipf 1.05: {sent} bytes a step, {without} without dedup: {without / sent:.2f} times as many")
+    assert sent < without

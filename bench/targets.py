@@ -115,6 +115,7 @@ TARGETS: Sequence[Target] = (
     Target("find after growth: share of a pre-sized table", "find after growth", "embcache, filled", 1 / 1.2, 1.0),
     Target("sweep of 100 M timestamps, 1 % dead, in all", "sweep of 100 M timestamps, 1% dead: in all", "", 1.0, 0.5),
     Target("sweep of 100 M timestamps: longest step", "sweep of 100 M timestamps, .*: longest step", "", 0.020, 0.010),
+    Target("sweep that looks at every row (floor, scores), 10 M: its step", "sweep of 10 M rows, ", "", 0.020, 0.010),
     Target("dedup + inverse, 1 M Zipf keys, against the best peer", "dedup alone .*inverse$", ".*", 3.0, 4.0),
     Target("dedup + inverse, two threads, against the best peer", "dedup alone .*inverse$", ".*", 4.0, 6.0, 2),
     Target("plan of 26 tables, against torch.unique", "plan of 26 tables .*all hits", TORCH_1, 1.5, 3.0),

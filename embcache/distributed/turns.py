@@ -35,7 +35,7 @@ def owners(keys: Any, world: int) -> np.ndarray:
     --------
     >>> import embcache as ec
     >>> ec.distributed.owners([0, 1, 2, 3], 2).tolist()
-    [1, 1, 0, 0]
+    [1, 0, 0, 0]
     """
     ranks = whole_number(world)
     if ranks is None or not 1 <= ranks <= 4096:

@@ -124,26 +124,8 @@ class HbmBuffer:
 
     # ------------------------------------------------------------------------------------------------- rows in and out
 
-    def swap_in(self, host: Table, table: int, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Copy host rows into slots: `rows` int64 (n,) of `host`, `slots` int64 (n,), each once."""
-        arrays = self._arrays(table)
-        if self.backend.direct:
-            views = [self.backend.as_numpy(array) for array in arrays]
-            host.read_into(rows, views[0], slots, views[1:])
-            return
-        self.await_moves()
-        with ExitStack() as stack:
-            storage = [ROW_TYPES[host.dtype].storage, *[np.dtype(np.float32)] * (len(arrays) - 1)]
-            blocks = [
-                stack.enter_context(self.backend.staging((len(rows), array.shape[1]), kind))
-                for array, kind in zip(arrays, storage, strict=True)
-            ]
-            host.read_into(rows, blocks[0].array, None, [block.array for block in blocks[1:]])
-            for array, block in zip(arrays, blocks, strict=True):
-                self.backend.scatter_rows(array, slots, self.backend.upload(block).view(array.dtype))
-
     def swap_out(self, host: Table, table: int, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Copy slots into host rows: `rows` int64 (n,) of `host`, each once, `slots` int64 (n,)."""
+        """Copy slots of one table into host rows: `rows` int64 (n,) of `host`, each once, `slots` int64 (n,)."""
         arrays = self._arrays(table)
         if self.backend.direct:
             views = [self.backend.as_numpy(array) for array in arrays]

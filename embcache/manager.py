@@ -35,6 +35,7 @@ from .errors import ConfigError, EmbCacheError, HbmCapacityError, HostMemoryErro
 from .features import as_jagged_features
 from .filterfile import pack, unpack
 from .layout import FlatBatch, TableLayout
+from .mover import Mover
 from .optim import EmbOptimizer
 from .savable import Savable
 from .savejob import SaveJob
@@ -131,6 +132,7 @@ class EmbCacheManager(Savable):
         limits = [(table.num_embeddings or MAX_SLOTS) if growing and table.hbm_rows is None else 0 for table in configs]
         self._slots, self._slot_limits = np.array(capacities), np.maximum(limits, capacities)
         self._growing = bool(self._growable().any())
+        self._files = any(table.directory is not None for table in configs)
         self.host_tables: list[Table] = []
         self._unclosed: list[tuple[Table, bytes | None]] = []
         try:
@@ -146,6 +148,7 @@ class EmbCacheManager(Savable):
             raise
         self.planner.set_bases(self.buffer.bases)
         self.door = Door(self.planner)
+        self._mover = Mover(self.door, self.buffer, self.host_tables, num_threads)
         self._past: list[dict[str, int]] = [dict.fromkeys(COUNTERS, 0) for _ in configs]
         self._abandoned: list[SwapInfo] = []
         self._movable: weakref.WeakValueDictionary[int, SwapInfo] = weakref.WeakValueDictionary()  # by step
@@ -340,48 +343,97 @@ class EmbCacheManager(Savable):
             last = self.planner.step
             try:
                 if info is None:
-                    info = self._plan_flat(flat, notice)
-                self.complete_abandoned()
-                self._swap_out(info.plan)
-                self._swap_in(info.plan)
+                    info = self._plan_and_move(flat, notice)
+                else:
+                    self.complete_abandoned()
+                    self._swap_out(info.plan)
+                    self._swap_in(info.plan)
+                self._mover.land()
                 self.let_slots_move(info)
                 return info
             except BaseException:
                 if info is not None:
                     self.abandon(info)
-                elif self.planner.step > last:  # a signal, between the plan and whoever was to have it
-                    self.planner.cancel(self.planner.outstanding[-1])
+                else:
+                    self._give_up_after(last)
                 raise
 
     def plan_ahead(self, flat: FlatBatch, timeline: Timeline, number: int, notice: Notice | None = None) -> SwapInfo:
-        """`plan_and_move` of a flattened batch while earlier ones train: rows move on the side stream.
+        """`plan_and_move` of a flattened batch while earlier ones train: rows move beside, and may be on their way yet.
 
         `notice` is what `look_ahead` returned for it. `timeline` is told when the stages of batch `number` begin and end. Raises as `plan_and_move`.
         """
         saving = self.saving
         if saving is not None:
             saving.wait_for_room()
-        with self.door.planning:
-            start = timeline.start("plan", number)
-            info = self._plan_flat(flat, notice)
-            try:
-                _ = info.plan.occurrence_order  # made by this thread rather than by the one that computes
-                timeline.stop("plan", number, start)
-                with self.buffer.moving():
-                    start = timeline.start("swap_out", number)
-                    self._swap_out(info.plan)
-                    timeline.stop("swap_out", number, start)
-                    start = timeline.start("swap_in", number)
-                    self._swap_in(info.plan)
-                    timeline.stop("swap_in", number, start)
-                self.let_slots_move(info)
-            except BaseException:
-                self.abandon(info)
-                raise
+        with self.door.moving, self.buffer.moving():
+            info = self._plan_and_move(flat, notice, timeline, number)
+            if self._files:
+                self._mover.land()  # a disk may refuse them, and this batch is to hear of it
+            self.let_slots_move(info)
             return info
 
     def _flat(self, batch: Any) -> FlatBatch:
         return batch if isinstance(batch, FlatBatch) else self.layout.flatten(as_jagged_features(batch))
+
+    def _plan_and_move(
+        self, flat: FlatBatch, notice: Notice | None, timeline: Timeline | None = None, number: int = 0
+    ) -> SwapInfo:
+        """Plan a flattened batch and move its rows, in one call of the core where nothing has to be decided in between; inside the door."""
+        self.complete_abandoned()
+        start = 0.0 if timeline is None else timeline.start("plan", number)
+        out_s = in_s = 0.0
+        if self._growing:
+            plan = self._plan_with_room(flat, notice)
+        else:
+            plan = self._planned_in_one(flat, notice)
+            out_s, in_s = self._mover.seconds
+        self.door.changes += 1
+        info = SwapInfo(self, plan, flat)
+        try:
+            if timeline is None:
+                if plan.state == "planned":
+                    self._swap_out(plan)
+                    self._swap_in(plan)
+                return info
+            _ = plan.occurrence_order  # made by this thread rather than by the one that computes
+            timeline.stop("plan", number, start, (("swap_out", out_s), ("swap_in", in_s)))
+            if plan.state == "planned":
+                start = timeline.start("swap_out", number)
+                self._swap_out(plan)
+                timeline.stop("swap_out", number, start)
+                start = timeline.start("swap_in", number)
+                self._swap_in(plan)
+                timeline.stop("swap_in", number, start)
+            return info
+        except BaseException:
+            self.abandon(info)
+            raise
+
+    def _planned_in_one(self, flat: FlatBatch, notice: Notice | None) -> Plan:
+        """Plan and, as far as that needs no device, move."""
+        saving, last = self.saving, self.planner.step
+        if saving is None:
+            return self._mover.plan(self.planner, flat, notice)
+        try:
+            plan = self._mover.plan(self.planner, flat, notice)
+            if plan.state == "swapped_in":
+                saving.comes_in(self, plan)
+            return plan
+        except BaseException as error:
+            if self.planner.step > last:  # a signal: what was to be copied out may not be
+                saving.spoil(error)
+            raise
+
+    def _give_up_after(self, step: int) -> None:
+        """End what was planned after `step` and reached nobody, since a signal came in between."""
+        abandoned = [info.plan for info in self._abandoned]
+        for plan in self.planner.outstanding[::-1]:
+            if plan.step > step and plan not in abandoned:
+                if plan.state == "swapped_in":
+                    self.planner.finish(plan)
+                else:
+                    self.planner.cancel(plan)
 
     def _plan(self, batch: Any, notice: Notice | None = None) -> SwapInfo:
         flat = self._flat(batch)
@@ -491,6 +543,9 @@ class EmbCacheManager(Savable):
         """
         flat = self._flat(batch)
         with self.door.planning:
+
+        flat = batch if isinstance(batch, FlatBatch) else self.layout.flatten(as_jagged_features(batch))
+        with self.door.moving:
             return self.planner.look_ahead(flat.keys, flat.table_offsets)
 
     def withdraw(self, notice: Notice) -> None:
@@ -501,7 +556,7 @@ class EmbCacheManager(Savable):
         PlanError
             Its batch has been planned.
         """
-        with self.door.planning:
+        with self.door.moving:
             self.planner.withdraw(notice)
 
     def _note_worker(self) -> None:
@@ -542,12 +597,10 @@ class EmbCacheManager(Savable):
         with self.door.planning:
             self.planner.take_back(plan)
             try:
-                slots = info.moved(plan.swap_out_slots, plan.swap_out_offsets)
-                self._move(self.buffer.swap_in, plan.swap_out_rows, slots, plan.swap_out_offsets)
+                self._mover.back(plan, info.moved(plan.swap_out_slots, plan.swap_out_offsets))
             except BaseException:  # for want of memory for the copies: the plan stays as it was
                 self.planner.mark_swapped_out(plan)
-                slots = info.moved(plan.swap_in_slots, plan.swap_in_offsets)
-                self._move(self.buffer.swap_in, plan.swap_in_rows, slots, plan.swap_in_offsets)
+                self._mover.into(plan, info.moved(plan.swap_in_slots, plan.swap_in_offsets))
                 self.planner.mark_swapped_in(plan)
                 raise
             self.planner.cancel(plan)
@@ -565,6 +618,7 @@ class EmbCacheManager(Savable):
         with self.door.planning:
             self.complete_abandoned()
             self._swap_out(plan)
+            self._mover.land()
 
     def swap_in(self, info: SwapInfo) -> None:
         """Copy the plan's missing rows into their slots.
@@ -580,20 +634,19 @@ class EmbCacheManager(Savable):
 
     def _swap_out(self, plan: Plan) -> None:
         self._check_turn(plan, "planned")
-        if plan.misses:  # no row leaves but for one that comes in
-            self._move(self.buffer.swap_out, plan.swap_out_rows, plan.swap_out_slots, plan.swap_out_offsets)
+        self._mover.out(plan)
         self.planner.mark_swapped_out(plan)
         self.door.changes += 1
 
     def _swap_in(self, plan: Plan) -> None:
         self._check_turn(plan, "swapped_out")
-        if plan.misses:
-            self._move(self.buffer.swap_in, plan.swap_in_rows, plan.swap_in_slots, plan.swap_in_offsets)
+        self._mover.into(plan)
         saving = self.saving
         if saving is None:
             self.planner.mark_swapped_in(plan)
         else:
             try:
+                self._mover.land()
                 self.planner.mark_swapped_in(plan)
                 saving.comes_in(self, plan)
             except BaseException as error:  # a signal: what was to be copied out may not be
@@ -618,15 +671,6 @@ class EmbCacheManager(Savable):
                 raise PlanError(
                     f"step {plan.step} waits for step {earlier.step}, which is {earlier.state!r}; batches move their rows in plan order"
                 )
-
-    def _move(self, copy: Any, rows: np.ndarray, slots: np.ndarray, offsets: np.ndarray) -> None:
-        """Call `copy` for each table that has rows to move."""
-        if len(rows) == 0:
-            return
-        edges = offsets.tolist()
-        for t, (start, stop) in enumerate(pairwise(edges)):
-            if stop > start:
-                copy(self.host_tables[t], t, rows[start:stop], slots[start:stop])
 
     def finish(self, info: SwapInfo) -> None:
         """The batch has trained (or never will): end its pins. Plans may finish in any order."""
@@ -927,6 +971,7 @@ class EmbCacheManager(Savable):
         if held[1] is not self.planner:
             held[1].adopt_notices(self.planner)
         self.host_tables, self.planner, self._past, self.saved = held
+        self._mover.bind(self.host_tables)
         self.door.planner = self.planner
         self.door.changes += 1
 
@@ -996,9 +1041,11 @@ class EmbCacheManager(Savable):
             worker.shutdown(wait=threading.get_ident() != self._worker_thread)
         with self.door.lock, self.door.rows:
             if not self.door.closed:
+                self._mover.land()
                 unclosed = self._written_back()
                 self.door.closed, self._unclosed = True, unclosed
                 self.planner.close()
+                self._mover.release()
                 self.buffer.release()
             self._close_tables()
 

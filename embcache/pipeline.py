@@ -223,7 +223,7 @@ class TrainPipeline:
         flow = self._flow
         batch.started = True
         if flow.closing:  # by another thread, which gives up what has not started
-            raise ClosedError("this pipeline was closed")
+            raise flow.crash or ClosedError("this pipeline was closed")
         start = flow.timeline.start("compute", batch.number)
         try:
             for path, value, info in batch.plans:

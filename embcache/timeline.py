@@ -18,6 +18,7 @@ __all__ = ["STAGES", "WAITS", "Interval", "Timeline"]
 STAGES = ("load", "prepare", "plan", "swap_out", "swap_in", "compute", "evaluate")
 # Of a stage's thread: the loader for room ahead, the coordinator for a loaded batch and for the window, the caller for a batch.
 WAITS = ("wait_room", "wait_loaded", "wait_window", "wait_ready")
+MOVES = ("swap_out", "swap_in")  # which a batch may meet several times, and counts once
 HOST_STAGES = ("prepare", "plan", "swap_out", "swap_in")
 KEPT = 4096
 
@@ -40,7 +41,7 @@ class Timeline:
     Attributes
     ----------
     counts, seconds : dict
-        By stage and wait: how often, and how long in all.
+        By stage and wait: how often (of `MOVES`: of how many batches), and how long in all.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Timeline:
         self._opened: dict[str, AbstractContextManager[Any]] = {}
         self._ring: deque[Interval] = deque(maxlen=kept)
         self.counts = dict.fromkeys(STAGES + WAITS, 0)
+        self._moved = dict.fromkeys(MOVES, -1)  # the last batch of each
         self.seconds = dict.fromkeys(STAGES + WAITS, 0.0)
         self.began: float | None = None  # of the first computed batch
         self.ended = 0.0
@@ -64,18 +66,30 @@ class Timeline:
             self._opened[stage] = opened
         return self.clock()
 
-    def stop(self, stage: str, number: int, start: float) -> None:
-        """The stage of batch `number` that began at `start` ends now."""
+    def stop(self, stage: str, number: int, start: float, within: Iterable[tuple[str, float]] = ()) -> None:
+        """The stage of batch `number` that began at `start` ends now; its last seconds were those of the stages `within`, in order."""
         end = self.clock()
-        self._ring.append((stage, number, start, end))
-        self.counts[stage] += 1
-        self.seconds[stage] += end - start
+        parts = list(within)
+        begin = max(start, end - sum(seconds for _, seconds in parts))
+        self._add(stage, number, start, begin)
+        for part, seconds in parts:
+            if seconds > 0:
+                self._add(part, number, begin, min(begin + seconds, end))
+                begin = min(begin + seconds, end)
         if self._opened and stage in self._opened:
             self._opened.pop(stage).__exit__(None, None, None)
         if stage == "compute":
             if self.began is None:
                 self.began = start
             self.ended = end
+
+    def _add(self, stage: str, number: int, begin: float, end: float) -> None:
+        self._ring.append((stage, number, begin, end))
+        if self._moved.get(stage) != number:
+            self.counts[stage] += 1
+        if stage in self._moved:
+            self._moved[stage] = number
+        self.seconds[stage] += end - begin
 
     def intervals(self) -> list[Interval]:
         """The newest intervals, in the order of their ends."""

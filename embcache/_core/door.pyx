@@ -3,7 +3,8 @@
 Two locks, always taken in this order. `lock` guards planner, host tables and whatever moves rows; `rows` guards the rows of
 unfinished batches in the device buffer, and the memory of the buffer itself. ``with door`` takes both: who is inside sees no row
 that has trained under a plan that has not. ``with door.planning`` takes the first alone: planning and moving touch no slot that
-an unfinished batch uses (promise I2), so they go on beside a batch that trains. Training takes the second alone
+an unfinished batch uses (promise I2), so they go on beside a batch that trains. Rows may be on their way from the device to their
+host rows; whoever enters lets them land first, but for those who move rows themselves (``with door.moving``), who know of them. Training takes the second alone
 (``with door.training``) and never asks for the first: plans that have trained are left in `late`, and end at the next entry.
 
 Compiled, since an interrupt (Ctrl-C) is raised between two instructions of Python: an entry or exit written in Python could be
@@ -39,11 +40,14 @@ cdef class Door:
     late : deque of Plan
     saving : SaveJob or None
         The save under way, which has a latch `done`.
+    transit : optional
+        Whose ``land()`` lets rows land that are on their way to their host rows, and then sets this to None; set inside.
     closed : bool
     changes : int
         Goes up with whatever changes what a reader sees; iterators compare it. Here, since entering may end plans.
-    planning, training
-        Entries for those who plan and move rows, and for those who train. Inside the latter nobody may ask for another.
+    planning, moving, training
+        Entries for those who plan or look at host rows, for those who move rows and know of those on their way, and for those who
+        train. Inside the last nobody may ask for another.
 
     Notes
     -----
@@ -63,7 +67,11 @@ cdef class Door:
     # a collector runs.
     @property
     def planning(self):
-        return PlanningDoor(self)
+        return PlanningDoor(self, True)
+
+    @property
+    def moving(self):
+        return PlanningDoor(self, False)
 
     @property
     def training(self):
@@ -106,12 +114,19 @@ cdef class Door:
         if job is not None:
             job.done.wait()
 
-    cdef int enter_planning(self) except -1:
+    cdef int land(self) except -1:
+        """Let rows land that are on their way. Inside `lock`."""
+        if self.transit is not None:
+            self.transit.land()
+
+    cdef int enter_planning(self, bint landing) except -1:
         self.check_process()
         self.lock.acquire()
         try:
             self.check_open()
             self.end_late()
+            if landing:
+                self.land()
         except BaseException:
             self.lock.release()  # without an entry there is no exit
             raise
@@ -133,6 +148,7 @@ cdef class Door:
             self.rows.acquire()
             try:
                 self.end_late()
+                self.land()
             except BaseException:
                 self.rows.release()
                 raise
@@ -149,11 +165,12 @@ cdef class Door:
 cdef class PlanningDoor:
     """The entry of who plans batches and moves rows that no unfinished batch uses."""
 
-    def __cinit__(self, Door door not None):
+    def __cinit__(self, Door door not None, bint landing):
         self.door = door
+        self.landing = landing
 
     def __enter__(self):
-        self.door.enter_planning()
+        self.door.enter_planning(self.landing)
 
     def __exit__(self, kind, error, trace):
         self.door.lock.release()

@@ -5,6 +5,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from embcache._core.moves import Moves
 from embcache._core.notice import Notice
 from embcache._core.plan import Plan
 from embcache._core.table import Table
@@ -36,6 +37,7 @@ class SwapManager:
         clicked: NDArray[np.uint8] | None = None,
         notice: Notice | None = None,
         *,
+        moves: Moves | None = None,
         occurrences: NDArray[np.int64] | None = None,
         clicks: NDArray[np.int64] | None = None,
         newest: NDArray[np.int64] | None = None,

@@ -39,6 +39,7 @@ from libc.string cimport memcpy, memset
 
 from embcache._core.arena cimport ec_promises_share, promises
 from embcache._core.filter cimport FeatureFilter
+from embcache._core.moves cimport Moves
 from embcache._core.notice cimport GIVEN, PLANNED, SPENT, WITHDRAWN, Notice
 from embcache._core.plan cimport Block, Plan, Shelf
 from embcache._core.table cimport (
@@ -319,7 +320,7 @@ cdef class SwapManager:
             if offsets[t + 1] - offsets[t] > EC_DEDUP_MAX_KEYS:
                 raise ShapeError(f"table {self.tables[t].name!r}: {offsets[t + 1] - offsets[t]} keys in one batch; the limit is {EC_DEDUP_MAX_KEYS}")
 
-    def plan(self, keys, table_offsets, timestamps=None, clicked=None, notice=None, *, occurrences=None, clicks=None, newest=None, agree=None):
+    def plan(self, keys, table_offsets, timestamps=None, clicked=None, notice=None, *, Moves moves=None, occurrences=None, clicks=None, newest=None, agree=None):
         """Plan one training batch.
 
         Parameters
@@ -335,6 +336,9 @@ cdef class SwapManager:
         notice : Notice, optional
             The one that `look_ahead` gave for this batch. Its keys count as used now, also those that the batch lacks. One
             that was withdrawn makes no difference.
+        moves : Moves, optional
+            Of the same tables: move the rows in the same call, as far as that needs no device. Where slots are arrays of the host
+            the plan is ``"swapped_in"`` then; elsewhere ``moves.gathered`` says whether its rows are in the block.
         occurrences : int64[n], optional
             Occurrences that each position stands for, 1 or more; one each without it. The four from here on are for a batch that
             is this planner's share of a larger one, whose other keys other planners have.
@@ -362,7 +366,8 @@ cdef class SwapManager:
         HbmCapacityError
             A table has too few slots that no unfinished batch pins.
         PlanError
-            The notice is another SwapManager's, or its batch was planned before.
+            The notice is another SwapManager's, or its batch was planned before. Or `moves` is given, and rows of an earlier plan have
+            not been moved.
         HostMemoryError
             In each case everything is as it was.
         """
@@ -408,6 +413,11 @@ cdef class SwapManager:
             plan.hands = self.hands
             plan.front = front = Block()
             plan.back = Block()
+            if moves is not None:
+                if moves.tables != self.tables:
+                    raise PlanError("plan: moves of other tables; give those of these tables")
+                self.check_still("plan and move")
+                moves.chain(plan)
             front_bytes = ec_arrays_front_bytes(self.work.tables, n)
             spare_bytes = self.shelf.take(front_bytes, &self.work.spare)
             self.work.parts = plan.plan.parts
@@ -427,6 +437,8 @@ cdef class SwapManager:
                     locked = self.lock_tables(1)
                 if status == EC_OK and locked == self.work.tables:
                     status = self.run()
+                    if status == EC_OK and moves is not None:
+                        moves.run(&self.work.out)
                     self.unlock_tables(locked)
             if self.work.spare != NULL:  # the plan did not get that far
                 self.shelf.put(self.work.spare, spare_bytes)
@@ -453,7 +465,7 @@ cdef class SwapManager:
                 (<Notice>notice).at = PLANNED
             self.last_step += 1
             plan.step = plan.plan.step = self.last_step
-            plan.plan.state = EC_PLANNED
+            plan.plan.state = EC_SWAPPED_IN if moves is not None and moves.direct else EC_PLANNED
             plan.out = self.work.out
             plan.threads = self.threads_for(n)
             plan.num_keys = n

@@ -89,6 +89,12 @@ class Backend(Protocol):
     def upload(self, block: StagingBlock) -> Tensor:
         """The block's values on the device, ordered before later work of the current stream."""
 
+    def download(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Event:
+        """Rows ``array[slots]`` of each (array, slots, piece) into the piece, of a staging block, beside what the device does next.
+
+        Later work of the current stream may overwrite the rows. Returns the event after which they are in the block.
+        """
+
     def side_stream(self) -> Any:
         """The backend's own stream for copies, or None where there are no streams."""
 

@@ -81,6 +81,11 @@ class CpuBackend:
     def upload(self, block: StagingBlock) -> Tensor:
         return block.tensor
 
+    def download(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Event:
+        for array, slots, piece in parts:
+            self.gather_rows(array, slots, piece)
+        return DONE
+
     def side_stream(self) -> Any:
         return None
 

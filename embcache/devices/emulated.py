@@ -7,6 +7,8 @@ copy of n bytes takes n over the stated bandwidth, in which the thread that copi
 ``compute_ms``: from the first look-up after an update to the end of the next update. The arithmetic is really done, by the
 compiled kernels, since results must be right; what that and the dense model take counts towards the stated time, and the thread
 sleeps for the rest. (Index arrays are not copied: the kernels read them where they are.) So compute and copies occupy threads, and no processor.
+On the side stream nobody sleeps: a copy ends when its time has come, and who waits for its event sleeps until then. What a copy brings
+to the host is not there before that: who does not wait reads what was there.
 
 Two copies in one direction share the bandwidth: a copy begins when the one before it has ended. Copies of both directions and
 compute go on at the same time, as on a device with a copy engine for each direction.
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from .._core.kernels import UpdateRule
 from ..errors import ConfigError, shown
-from ..hostmemory import DONE, StagingBlock, StagingPool
+from ..hostmemory import DONE, Event, StagingBlock, StagingPool
 from ..lookup import GroupLookup
 from .backend import numpy_view
 from .cpu import CpuBackend
@@ -46,17 +48,48 @@ class _Engine:
         self.bytes = 0
         self.seconds = 0.0
 
-    def copy(self, nbytes: int) -> None:
-        """Sleep until a copy of `nbytes` that is asked for now has ended."""
+    def begin(self, nbytes: int) -> float:
+        """When a copy of `nbytes` that is asked for now will have ended."""
         takes = nbytes / self._bytes_per_s
         with self._lock:
             end = max(self._free_at, self._clock()) + takes
             self._free_at = end
             self.bytes += nbytes
             self.seconds += takes
-        rest = end - self._clock()
+        return end
+
+    def copy(self, nbytes: int) -> None:
+        """Sleep until a copy of `nbytes` that is asked for now has ended."""
+        rest = self.begin(nbytes) - self._clock()
         if rest > 0:
             self._sleep(rest)
+
+
+class _Arrival:
+    """The event of a copy: from its time on what it brings is there."""
+
+    def __init__(
+        self,
+        end: float,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        pieces: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        self.end, self._clock, self._sleep = end, clock, sleep
+        self._pieces, self._lock = pieces, threading.Lock()
+
+    def query(self) -> bool:
+        if self._clock() < self.end:
+            return False
+        with self._lock:
+            for piece, values in self._pieces:
+                piece.copy_(values)
+            self._pieces = ()
+        return True
+
+    def synchronize(self) -> None:
+        while not self.query():
+            self._sleep(max(self.end - self._clock(), 1e-9))
 
 
 class Emulated(CpuBackend):
@@ -124,6 +157,7 @@ class Emulated(CpuBackend):
         self.h2d, self.d2h = _Engine(h2d_gbps * 1e9, clock, sleep), _Engine(d2h_gbps * 1e9, clock, sleep)
         self._staging = StagingPool(pin=False)
         self._began: float | None = None
+        self._side = threading.local()  # `until`: when what the thread has asked of the side stream will be done
         self.steps = 0
         self.busy_s = 0.0
 
@@ -154,14 +188,53 @@ class Emulated(CpuBackend):
         nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         memory = self._staging.take(nbytes)
         array = memory.numpy()[:nbytes].view(kind).reshape(tuple(shape))
+        block = StagingBlock(array, torch.from_numpy(array))
         try:
-            yield StagingBlock(array, torch.from_numpy(array))
+            yield block
         finally:
-            self._staging.give(memory, DONE)
+            self._staging.give(memory, block.pending)
 
     def upload(self, block: StagingBlock) -> Tensor:
-        self.h2d.copy(block.array.nbytes)
+        if self._until is None:
+            self.h2d.copy(block.array.nbytes)
+        else:
+            self._side.until = max(self._until, self.h2d.begin(block.array.nbytes))
+            block.pending = self.event()
         return block.tensor
+
+    def download(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Event:
+        values = [self.gather_rows(array, slots) for array, slots, _ in parts]
+        end = self.d2h.begin(sum(rows.nbytes for rows in values))
+        pieces = [(piece, rows) for (_, _, piece), rows in zip(parts, values, strict=True)]
+        return _Arrival(end, self._clock, self._sleep, pieces)
+
+    # streams
+
+    @property
+    def _until(self) -> float | None:
+        until: float | None = getattr(self._side, "until", None)
+        return until
+
+    def side_stream(self) -> Any:
+        return self._side
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before = self._until
+        self._side.until = None if stream is None else self._clock()
+        try:
+            yield
+        finally:
+            self._side.until = before
+
+    def event(self) -> Event:
+        return DONE if self._until is None else _Arrival(self._until, self._clock, self._sleep)
+
+    def wait(self, event: Event) -> None:
+        if self._until is None:
+            event.synchronize()
+        elif isinstance(event, _Arrival):
+            self._side.until = max(self._until, event.end)
 
     # steps
 

@@ -51,6 +51,7 @@ class TorchBackend:
         self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
         self._staging = StagingPool(pin=self._module is not None)
         self._side_stream: Any = None
+        self._out_stream: Any = None
 
     # memory
 
@@ -110,6 +111,22 @@ class TorchBackend:
         memory = block.tensor.to(self.device, non_blocking=True)
         block.pending = self.event()
         return memory
+
+    def download(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Event:
+        if self._module is None:
+            for array, slots, piece in parts:
+                self.gather_rows(array, slots, piece)
+            return DONE
+        gathered = [self.gather_rows(array, slots) for array, slots, _ in parts]
+        ready = self.event()
+        if self._out_stream is None:  # one of its own: copies of both directions go on at the same time
+            self._out_stream = self._module.Stream(device=self.device)
+        with self.stream(self._out_stream):
+            self.wait(ready)
+            for rows, (_, _, piece) in zip(gathered, parts, strict=True):
+                piece.copy_(rows, non_blocking=True)
+                rows.record_stream(self._out_stream)
+            return self.event()
 
     def side_stream(self) -> Any:
         if self._side_stream is None and self._module is not None:

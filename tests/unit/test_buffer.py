@@ -10,6 +10,7 @@ import embcache as ec
 from embcache.buffer import HbmBuffer
 from embcache.devices import backend_for
 from embcache.layout import TableLayout
+from embcache.rowtypes import ROW_TYPES
 
 TABLES = [
     ec.TableConfig("a", 3),
@@ -53,6 +54,17 @@ def test_constant_slots_hold_the_default_and_resizing_keeps_the_rest(kernels):
     assert not buffer.weights[1][5].any() and not buffer.weights[1][9].any() and not buffer.states[0][0][8].any()
 
 
+def put(buffer, host, table, rows, slots):
+    """Host rows into slots, as they are."""
+    group = buffer.group_of[table]
+    arrays = [buffer.weights[group], *buffer.states[group]]
+    kinds = [ROW_TYPES[host.dtype].storage, *[np.float32] * (len(arrays) - 1)]
+    values = [np.empty((len(rows), array.shape[1]), kind) for array, kind in zip(arrays, kinds, strict=True)]
+    host.read_into(rows, values[0], None, values[1:])
+    for array, rows_here in zip(arrays, values, strict=True):
+        buffer.backend.scatter_rows(array, slots, torch.from_numpy(rows_here).view(array.dtype))
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("spec", [ec.SGD(), ec.RowWiseAdagrad(), ec.Adam()], ids=lambda spec: spec.kind)
 def test_rows_in_and_out_are_exact(kernels, spec):
@@ -63,7 +75,7 @@ def test_rows_in_and_out_are_exact(kernels, spec):
     state = generator.random((4, host.state_dim), dtype=np.float32)
     host.assign(np.arange(4), weights, state)
     rows, slots = host.find(np.array([2, 0, 3])), np.array([6, 9, 8])
-    buffer.swap_in(host, 2, rows, slots)
+    put(buffer, host, 2, rows, slots)
     read, *states = buffer.read(2, slots)
     np.testing.assert_array_equal(read, weights[[2, 0, 3]])
     if states:
@@ -128,7 +140,7 @@ def test_narrow_rows_in_and_out_keep_every_bit(kernels, dtype):
     state = np.random.default_rng(0).random((len(bits), 1), dtype=np.float32)
     host.write_from(rows, bits.view(storage), None, [state])
     slots = np.random.default_rng(1).permutation(20_000)[: len(bits)]
-    buffer.swap_in(host, 0, rows, slots)
+    put(buffer, host, 0, rows, slots)
     read, read_state = buffer.read(0, slots)
     assert read.dtype == storage and np.array_equal(read.view(np.uint16), bits) and np.array_equal(read_state, state)
     host.write_from(rows, np.zeros_like(bits).view(storage), None, [np.zeros_like(state)])

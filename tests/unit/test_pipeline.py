@@ -561,17 +561,26 @@ def test_an_error_in_the_step_ends_its_pins() -> None:
 
 
 def test_a_thread_that_cannot_go_on_says_so() -> None:
+    ended = threading.Event()
+
     class Broken(Timeline):
         def start(self, stage: str, number: int) -> float:
             if stage == "wait_loaded" and number > 1:
+                ended.set()
                 raise MemoryError("of the pipeline's own")
             return super().start(stage, number)
+
+    def held_up() -> Iterator[Pair]:
+        for number, batch in enumerate(batches(50)):
+            if number == 3:
+                ended.wait()  # the coordinator has nothing to do but to wait for this batch
+            yield batch
 
     model = Model()
     pipe = ec.TrainPipeline(model, sgd(model))
     pipe._flow.timeline = Broken()
     with pytest.raises(MemoryError, match="pipeline's own"):
-        train(pipe, batches(50))
+        train(pipe, held_up())
     with pytest.raises(MemoryError):
         pipe.progress(batches(1))
     pipe.close()

@@ -368,10 +368,14 @@ class EmbCacheManager(Savable):
             saving.wait_for_room()
         with self.door.moving, self.buffer.moving():
             info = self._plan_and_move(flat, notice, timeline, number)
-            if self._files:
-                self._mover.land()  # a disk may refuse them, and this batch is to hear of it
-            self.let_slots_move(info)
-            return info
+            try:
+                if self._files:
+                    self._mover.land()  # a disk may refuse them, and this batch is to hear of it
+                self.let_slots_move(info)
+                return info
+            except BaseException:
+                self.abandon(info)
+                raise
 
     def _flat(self, batch: Any) -> FlatBatch:
         return batch if isinstance(batch, FlatBatch) else self.layout.flatten(as_jagged_features(batch))
@@ -542,9 +546,6 @@ class EmbCacheManager(Savable):
         >>> m.close()
         """
         flat = self._flat(batch)
-        with self.door.planning:
-
-        flat = batch if isinstance(batch, FlatBatch) else self.layout.flatten(as_jagged_features(batch))
         with self.door.moving:
             return self.planner.look_ahead(flat.keys, flat.table_offsets)
 

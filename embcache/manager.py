@@ -132,7 +132,8 @@ class EmbCacheManager(Savable):
         limits = [(table.num_embeddings or MAX_SLOTS) if growing and table.hbm_rows is None else 0 for table in configs]
         self._slots, self._slot_limits = np.array(capacities), np.maximum(limits, capacities)
         self._growing = bool(self._growable().any())
-        self._files = any(table.directory is not None for table in configs)
+        # A disk may refuse rows, and the batch is to hear of it; an evicted row's place may be a new one's by the next plan.
+        self._home_at_once = any(table.directory is not None or table.admit_and_evict is not None for table in configs)
         self.host_tables: list[Table] = []
         self._unclosed: list[tuple[Table, bytes | None]] = []
         try:
@@ -369,8 +370,8 @@ class EmbCacheManager(Savable):
         with self.door.moving, self.buffer.moving():
             info = self._plan_and_move(flat, notice, timeline, number)
             try:
-                if self._files:
-                    self._mover.land()  # a disk may refuse them, and this batch is to hear of it
+                if self._home_at_once:
+                    self._mover.land()
                 self.let_slots_move(info)
                 return info
             except BaseException:

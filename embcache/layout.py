@@ -9,7 +9,7 @@ alignment, without padding. The order of tables in here is *not* the user's; out
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,13 @@ class FlatBatch:
     def more(self) -> dict[str, Any]:
         """Further arguments of `SwapManager.plan`."""
         return {}
+
+    def owned(self) -> FlatBatch:
+        """The same with keys and timestamps that nobody else can change: planning reads them more than once."""
+        keys, stamps = self.keys, self.timestamps
+        if keys.base is None and (stamps is None or stamps.base is None):
+            return self
+        return replace(self, keys=keys.copy(), timestamps=None if stamps is None else stamps.copy())
 
     def column_lengths(self) -> list[torch.Tensor]:
         """int64 (batch_size,) of each column."""

@@ -261,7 +261,7 @@ class CachedCollection(Savable, nn.Module):
 
     def prepare(self, features: Any) -> Any:
         """A batch made ready for `plan_ahead`, by any thread; changes nothing."""
-        return self._manager.layout.flatten(as_jagged_features(features))
+        return self._manager.layout.flatten(as_jagged_features(features)).owned()
 
     def plan_ahead(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from ._core.threads import process_number_of, this_process
 from .batches import Chooser, to_device
 from .errors import ClosedError, ConfigError, ForkError, PlanError, shown, whole_number
 from .modules import CachedCollection
-from .stages import Batch, Flow, Source
+from .stages import Batch, Flow, Source, not_the_end
 from .timeline import STAGES, WAITS, Timeline
 from .traces import write_trace
 
@@ -82,7 +83,8 @@ class TrainPipeline:
     While a pipeline is open its collections' training forwards take only features that it has planned; evaluation forwards go
     directly. `save` may be called between steps: what is written excludes batches that have not trained.
 
-    ``progress`` and ``close`` are to be called from one thread at a time. Context manager; `close` ends the threads.
+    One thread trains at a time, and no step trains another batch: a second ``progress`` raises `PlanError`. Context manager; `close`
+    ends the threads, and may be called anywhere: inside a step it takes effect at its end.
 
     Examples
     --------
@@ -148,13 +150,14 @@ class TrainPipeline:
         self.batches_done = 0
         self._step = step
         self._flow = Flow(collections, most, ahead, features, where)
-        self._closed = False
-        for path, collection in collections.items():
-            collection.feed = self._flow.feeds[path]
+        self._closed = self._closing = False
+        self._trainer: int | None = None
+        self._at_start = self._counters()
         _flows.add(self._flow)
         # Whoever collects the garbage may be inside any lock, so nobody is waited for.
         weakref.finalize(self, _let_go, self._flow).atexit = False
-        self._at_start = self._counters()
+        for path, collection in collections.items():  # last: from here on only this pipeline trains them
+            collection.feed = self._flow.feeds[path]
 
     # -------------------------------------------------------------------------------------------------------- progress
 
@@ -175,13 +178,30 @@ class TrainPipeline:
         ClosedError, ForkError
         Exception
             What `iterator` or the training step has raised, with its traceback. A batch whose step has failed is not trained again.
+            A `StopIteration` of anybody but the iterator becomes a `RuntimeError`, as in a generator.
         """
         self._check_open()
         if not callable(getattr(iterator, "__next__", None)):
             raise ConfigError(f"progress({shown(iterator)}): it is no iterator; give iter(...) of it")
-        flow = self._flow
         if not (self.model.training and torch.is_grad_enabled()):
             return self._evaluate(iterator)
+        thread = threading.get_ident()
+        inside = self._flow.runs(thread)
+        if inside or self._trainer is not None:
+            who = "inside a step, or by its iterator" if inside or self._trainer == thread else "by two threads at once"
+            raise PlanError(f"progress() of a pipeline was called {who}; it trains one batch after the other")
+        # No call lies between the look and the try: neither another thread nor an interrupt gets in between.
+        self._trainer = thread
+        try:
+            return self._next_step(iterator)
+        finally:
+            self._trainer = None
+            if self._closing:
+                self.close()
+
+    def _next_step(self, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        """`progress` of a training batch."""
+        flow = self._flow
         self._end_given_up()
         if flow.source is None or flow.source.iterator is not iterator:
             flow.source = Source(iterator)
@@ -222,23 +242,37 @@ class TrainPipeline:
     def _train(self, batch: Batch) -> tuple[Any, Any]:
         flow = self._flow
         batch.started = True
-        if flow.closing:  # by another thread, which gives up what has not started
+        if flow.closing:  # by another thread or a signal's handler; what has not started is given up
+            batch.started = False
             raise flow.crash or ClosedError("this pipeline was closed")
         start = flow.timeline.start("compute", batch.number)
         try:
             for path, value, info in batch.plans:
-                flow.feeds[path].offer(value, info)
+                flow.feeds[path].offer(value, batch.unchanged[id(value)], info)
             result = self.train_step(batch.data) if self._step is None else self._step(batch.data)
             pair = _pair(result, "step(batch)")
             self.batches_done += 1
+            self._check_used()
             return pair
         except BaseException as error:
             if flow.others is not None:  # which wait for this rank's part of the step
                 flow.others.fail(error)
+            if isinstance(error, StopIteration):
+                raise not_the_end(error, "the training step") from error
             raise
         finally:
             flow.timeline.stop("compute", batch.number, start)
             self._pass_over(batch)
+
+    def _check_used(self) -> None:
+        """`PlanError` where a step has left plans unused: their keys were counted, as they would not be without a pipeline."""
+        for path, collection in self._flow.collections.items():
+            left = self._flow.feeds[path].left
+            if left and collection.training:
+                raise PlanError(
+                    f"a step has trained, but used {left} plan(s) of collection {path!r} fewer than there were, whose keys were counted; leave "
+                    "what a forward does not train out of TrainPipeline(features=...), or keep that collection in eval()"
+                )
 
     def _end_step(self, batch: Batch) -> None:
         for path, collection in self._flow.collections.items():
@@ -273,6 +307,8 @@ class TrainPipeline:
         try:
             with torch.no_grad():
                 return _pair(self.forward(batch), "model(batch)")
+        except StopIteration as error:
+            raise not_the_end(error, "model(batch)") from error
         finally:
             flow.timeline.stop("evaluate", flow.done, start)
 
@@ -379,15 +415,23 @@ class TrainPipeline:
         """End the threads, and undo what was planned and not trained. Idempotent. The collections plan for themselves again.
 
         Batches that were pulled and have not trained are lost to their iterator: go on from `batches_done`. An iterator that
-        does not return is waited for `PATIENCE_S` seconds; its thread ends when it does.
+        does not return is waited for `PATIENCE_S` seconds; its thread ends when it does. Inside a step (in a hook, in a signal's
+        handler, in another thread) this says so and returns: `progress` closes the pipeline when the step has ended.
         """
         flow = self._flow
         if flow.process != this_process() or self._closed:
             return
-        flow.stop(PATIENCE_S)
+        self._closing = True
+        if self._trainer is not None:
+            flow.close()
+            return
+        # Inside a lock of a collection (a handler that runs within its save, say) nobody may be waited for who wants it.
+        if not any(collection.manager.door.held for collection in flow.collections.values()):
+            flow.stop(PATIENCE_S)
+            flow.give_up()  # what progress() had taken and put back while the coordinator did
+            flow.ready.clear()
+            flow.loaded.clear()
         _let_go(flow)
-        flow.ready.clear()
-        flow.loaded.clear()
         self._closed = True
 
     def __enter__(self) -> TrainPipeline:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,15 +33,17 @@ from .errors import (
     RankError,
     RankRefusedError,
 )
-from .feed import Feed
+from .feed import Feed, changed
 from .modules import CachedCollection
 from .ranges import profiler_range
 from .swapinfo import SwapInfo
 from .timeline import Timeline
+from .unchanged import Unchanged
 
-__all__ = ["Batch", "Bell", "Flow", "Source"]
+__all__ = ["Batch", "Bell", "Flow", "Source", "not_the_end"]
 
 LOG = logging.getLogger("embcache")
+START_S = 2e-5  # between two looks at whether a thread runs
 
 # What ranks tell each other of their next batch: it goes on; there is none; it has failed; and the iterator with it; the pipeline is closing.
 GOES_ON, ENDED, FAILED, BROKEN, CLOSING = range(5)
@@ -92,6 +95,8 @@ class Batch:
         What the caller's model gets.
     parts : list of (path, features object, prepared)
         What is to be planned, in order, as the collection's `prepare` gave it.
+    unchanged : dict of int to Unchanged
+        By ``id`` of a features object of `parts`: whether it still holds what was prepared.
     goes_on : bool
         Whether its batch is to be planned, on all ranks where there are others.
     notices : list of (path, Notice or None)
@@ -104,13 +109,26 @@ class Batch:
         Set by the caller, who has taken it.
     """
 
-    __slots__ = ("data", "error", "goes_on", "last", "notices", "number", "parts", "plans", "source", "started")
+    __slots__ = (
+        "data",
+        "error",
+        "goes_on",
+        "last",
+        "notices",
+        "number",
+        "parts",
+        "plans",
+        "source",
+        "started",
+        "unchanged",
+    )
 
     def __init__(self, number: int, source: Source) -> None:
         self.number, self.source = number, source
         self.last = self.started = self.goes_on = False
         self.data: Any = None
         self.parts: list[tuple[str, Any, Any]] = []
+        self.unchanged: dict[int, Unchanged] = {}
         self.notices: list[tuple[str, Notice | None]] = []
         self.plans: list[tuple[str, Any, SwapInfo]] = []
         self.error: BaseException | None = None
@@ -193,12 +211,18 @@ class Flow:
         if self._running:
             return
         for stage, (name, run) in enumerate((("embcache load", self._load), ("embcache plan", self._coordinate))):
-            if len(self._threads) == stage:
-                self._threads.append(
-                    threading.Thread(target=self._guarded, args=(run, self._once[stage]), name=name, daemon=True)
-                )
-            if self._threads[stage].ident is None:
-                self._threads[stage].start()
+            while not self._once[stage].locked():
+                thread = self._threads[stage] if len(self._threads) > stage else None
+                # Python gives up a thread whose start() an exception interrupts: that one may die before it runs.
+                if thread is None or (thread.ident is not None and not thread.is_alive()):
+                    thread = threading.Thread(
+                        target=self._guarded, args=(run, self._once[stage]), name=name, daemon=True
+                    )
+                    self._threads[stage : stage + 1] = [thread]
+                if thread.ident is None:
+                    thread.start()
+                else:
+                    time.sleep(START_S)
         self._running = True
 
     def ring(self) -> None:
@@ -226,6 +250,10 @@ class Flow:
                     LOG.warning(
                         "the iterator of a pipeline has not returned for %s s; its thread ends when it does", patience_s
                     )
+
+    def runs(self, thread: int) -> bool:
+        """Whether the thread of this number is one of these."""
+        return any(own.ident == thread for own in self._threads)
 
     @property
     def alive(self) -> bool:
@@ -336,7 +364,7 @@ class Flow:
         try:
             self._prepare(batch)
         except BaseException as error:
-            batch.error, batch.parts = error, []
+            batch.error, batch.parts = not_the_end(error, "features(batch)"), []
             self._withdraw(batch)
         self.timeline.stop("prepare", batch.number, start)
         return batch
@@ -347,8 +375,10 @@ class Flow:
         pairs = wanted(data, self.needs, self.choose)
         seen = {id(value): value for _, value in pairs}
         flats: dict[tuple[str, int], Any] = {}
+        unchanged: dict[int, Unchanged] = {}
         for path, value in pairs:
             if (path, id(value)) not in flats:
+                unchanged[id(value)] = Unchanged(value)
                 flats[path, id(value)] = self.collections[path].prepare(value)
         batch.data = to_device(data, self.device)
         if batch.data is not data:
@@ -363,6 +393,7 @@ class Flow:
             ahead = self.lookahead > 0 and manager.policy == "lookahead" and self.others is None
             batch.notices.append((path, manager.look_ahead(flat) if ahead else None))
             batch.parts.append((path, seen[id(value)], flat))
+            batch.unchanged[id(seen[id(value)])] = unchanged[id(value)]
 
     # -------------------------------------------------------------------------------------------------------- planning
 
@@ -372,7 +403,7 @@ class Flow:
             while not self.closing:
                 self._coordinate_next()
         finally:
-            self._give_up()
+            self.give_up()
             self._part("plan")
 
     def _coordinate_next(self) -> None:
@@ -408,6 +439,8 @@ class Flow:
                     if notice is not None:
                         self.collections[path].manager.withdraw(notice)
                     continue
+                if self.others is None and not batch.unchanged[id(value)]:  # ranks plan together; forward looks, too
+                    raise changed(value)
                 info = self._plan_part(batch, self.collections[path], flat, notice)
                 batch.plans.append((path, value, info))
         except RankError as error:
@@ -425,7 +458,8 @@ class Flow:
         """As it would be without a pipeline: what was planned of a batch before the error stays counted, and trains nothing."""
         batch.error = error
         for path, _, info in batch.plans:
-            self.collections[path].manager.abandon(info)
+            with contextlib.suppress(EmbCacheError):  # another collection than the failed one was closed meanwhile
+                self.collections[path].manager.abandon(info)
         batch.plans = []
         self._withdraw(batch)
 
@@ -448,8 +482,8 @@ class Flow:
 
         return collection.plan_ahead(prepared, self.timeline, batch.number, notice, again)
 
-    def _give_up(self) -> None:
-        """Undo the plans that nobody has started, the newest first, and withdraw what was expected."""
+    def give_up(self) -> None:
+        """Undo the plans that nobody has started, the newest first, and withdraw what was expected. Again is no harm."""
         for batch in [*self.ready, *list(self.loaded)[:1]][::-1]:
             plans = [] if batch.started else batch.plans
             for path, _, info in plans[::-1]:
@@ -463,6 +497,15 @@ class Flow:
                     LOG.warning("a plan of collection %r was not undone: %s", path, error)
         for batch in [*self.ready, *self.loaded]:
             self._withdraw(batch)
+
+
+def not_the_end(error: BaseException, where: str) -> BaseException:
+    """`error`, or what to raise in its place where it would tell the caller that there are no more batches."""
+    if not isinstance(error, StopIteration):
+        return error
+    other = RuntimeError(f"{where} raised StopIteration, which must not look like the end of the batches")
+    other.__cause__ = error
+    return other
 
 
 def _needs_of(collection: CachedCollection) -> list[str]:

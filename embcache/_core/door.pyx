@@ -77,6 +77,11 @@ cdef class Door:
     def training(self):
         return TrainingDoor(self)
 
+    @property
+    def held(self):
+        """Whether this thread is inside: who waits here for another thread that wants in, waits for ever."""
+        return self.lock._is_owned() or self.rows._is_owned()
+
     def check_process(self):
         """Raise `ForkError` in a child."""
         if self.process != process_mark():

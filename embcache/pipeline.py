@@ -164,7 +164,8 @@ class TrainPipeline:
     def progress(self, iterator: Iterator[Any]) -> tuple[Any, Any]:
         """Train on the next batch of `iterator`; returns ``(loss, output)``.
 
-        Batches that an earlier iterator has given already come first. With the model in ``eval()``, or gradients disabled, the
+        Batches that an earlier iterator has given come first: ``depth + lookahead`` of them where it had as many. (To end an epoch early give
+        ``itertools.islice(loader, batches)``, and go on until StopIteration.) With the model in ``eval()``, or gradients disabled, the
         next batch of `iterator` is evaluated, and batches that were prepared for training stay where they are.
 
         Raises
@@ -204,6 +205,8 @@ class TrainPipeline:
         flow = self._flow
         self._end_given_up()
         if flow.source is None or flow.source.iterator is not iterator:
+            if flow.source is not None:
+                self._fill(flow.source)
             flow.source = Source(iterator)
         flow.frozen = frozenset(path for path, part in flow.collections.items() if not part.training)
         flow.start()
@@ -224,6 +227,25 @@ class TrainPipeline:
                 batch.source.iterator = None  # what it holds (workers, files) may go
                 raise StopIteration
 
+    def _fill(self, source: Source) -> None:
+        """Wait until all has been pulled from `source` that may be: what is trained must not depend on who was faster."""
+        flow = self._flow
+        flow.filling = True
+        try:
+            while not flow.is_ahead(source):
+                self._check_going()
+                flow.ready_bell.wait()
+        finally:
+            flow.filling = False
+
+    def _check_going(self) -> None:
+        """Raise where nothing more is to be waited for."""
+        flow = self._flow
+        if flow.crash is not None:
+            raise flow.crash
+        if flow.closing:
+            raise ClosedError("this pipeline was closed while progress() waited for a batch")
+
     def _next_batch(self) -> Batch:
         """The oldest batch that is ready; waits for it. It stays in its queue until it is done."""
         flow = self._flow
@@ -231,10 +253,7 @@ class TrainPipeline:
             return flow.ready[0]
         start = flow.timeline.start("wait_ready", flow.done + 1)
         while not flow.ready:
-            if flow.crash is not None:
-                raise flow.crash
-            if flow.closing:
-                raise ClosedError("this pipeline was closed while progress() waited for a batch")
+            self._check_going()
             flow.ready_bell.wait()
         flow.timeline.stop("wait_ready", flow.done + 1, start)
         return flow.ready[0]

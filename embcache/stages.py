@@ -162,6 +162,8 @@ class Flow:
         Set by the caller: what to pull from.
     frozen : frozenset of str
         Set by the caller: collections in ``eval()`` while the model trains, for which nothing is planned.
+    filling : bool
+        Set by the caller, who waits for the loader until it is ahead.
     done : int
         Set by the caller: number of the last batch that is computed or given up.
     pulled : int
@@ -190,6 +192,7 @@ class Flow:
         self.process = this_process()
         self.source: Source | None = None
         self.frozen: frozenset[str] = frozenset()
+        self.filling = False
         self.done = self.pulled = self.shortened = 0
         self.loaded: deque[Batch] = deque()
         self.ready: deque[Batch] = deque()
@@ -274,10 +277,11 @@ class Flow:
 
     def _load(self) -> None:
         """The loader: pull, prepare, hand over, as far ahead as it may."""
-        limit = self.depth + self.lookahead
         while not self.closing:
             source = self.source
-            if source is None or source is self._ended or self.pulled - self.done >= limit:
+            if source is None or self.is_ahead(source):
+                if self.filling:
+                    self.ready_bell.ring()
                 start = self.timeline.start("wait_room", self.pulled + 1)
                 self.load_bell.wait()
                 self.timeline.stop("wait_room", self.pulled + 1, start)
@@ -286,9 +290,15 @@ class Flow:
             self._agree(batch)
             self._hand_over(batch)
             del source, batch
+            if self.filling:
+                self.ready_bell.ring()
         self._part("load")
         for batch in list(self.loaded):
             self._withdraw(batch)
+
+    def is_ahead(self, source: Source) -> bool:
+        """Whether all has been pulled from a source that may be for now."""
+        return source is self._ended or self.pulled - self.done >= self.depth + self.lookahead
 
     # ------------------------------------------------------------------------------------------------ with other ranks
 

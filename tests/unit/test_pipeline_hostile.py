@@ -344,3 +344,29 @@ def test_a_thread_whose_start_was_interrupted(monkeypatch: pytest.MonkeyPatch) -
                 pipe.progress(source)
         assert train(pipe, source) == serial(plain, batches(5)) and same(model, plain)
     assert died == ["embcache load", "embcache plan"]
+
+
+@pytest.mark.parametrize(("depth", "lookahead"), [(1, 0), (6, 0), (2, 3)])
+def test_an_epoch_that_is_left_early_trains_the_same_batches_each_time(depth: int, lookahead: int) -> None:
+    """As many of the old iterator's as may be under way come first, whichever thread is faster."""
+
+    def slow(epoch: int) -> Iterator[Pair]:
+        for batch in epochs[epoch]:
+            if rng.random() < 0.3:
+                time.sleep(rng.random() * 2e-3)
+            yield batch
+
+    epochs, rng = [list(batches(14, seed=epoch)) for epoch in range(4)], random.Random(5)
+    left: list[Pair] = []
+    order: list[Pair] = []
+    for epoch in epochs:
+        coming = left + epoch
+        order += coming[:7]
+        left = coming[7 : 7 + max(depth + lookahead, len(left) - 7)]
+    expected = serial(Model(), iter(order))
+    for _ in range(3):
+        model, losses = Model(), []
+        with ec.TrainPipeline(model, sgd(model), depth=depth, lookahead=lookahead) as pipe:
+            for epoch in range(4):
+                losses += train(pipe, slow(epoch), 7)
+        assert losses == expected

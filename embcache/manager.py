@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._core.cut import period_saved
 from ._core.door import Door
 from ._core.doors import Doors
 from ._core.notice import Notice
@@ -28,7 +29,6 @@ from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapMana
 from ._core.table import Table
 from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer
-from .checkpoint import created_of
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import Emulated, backend_for
 from .errors import ConfigError, EmbCacheError, HbmCapacityError, HostMemoryError, PlanError, StorageError, whole_number
@@ -918,9 +918,13 @@ class EmbCacheManager(Savable):
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state)
 
-    def note_saved(self, path: str, generation: int, module: str) -> None:
-        """Note, also in the directories of file-backed tables, which checkpoint holds the rows."""
-        self.saved = path, generation, created_of(path, generation), module
+    def note_saved(self, path: str, generation: int, created: float | None, module: str) -> None:
+        """Note which checkpoint holds what a save has had in its cut: the next delta changes it. Inside the door."""
+        self.saved = path, generation, created, module
+        period_saved(self.planner)
+
+    def note_in_directories(self, path: str, generation: int) -> None:
+        """Note in the directories of file-backed tables which checkpoint holds the rows. Waits for the medium: not inside the door."""
         for table in self.host_tables:
             if table.directory is not None:
                 try:

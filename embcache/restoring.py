@@ -17,7 +17,7 @@ import numpy as np
 from ._core.doors import Doors
 from ._core.swap import SwapManager
 from ._core.table import Table
-from .checkpoint import Reader, RestoreReport, TableDescription, fill, holding, row_batches
+from .checkpoint import Reader, RestoreReport, TableDescription, created_of, fill, holding, row_batches
 from .errors import ConfigError, CorruptionError
 from .filterfile import meaning
 from .filterparts import filter_state
@@ -92,7 +92,7 @@ class _Prepared:
             self.tables[t].mark_saved()
             if reader.tables.get(name) != describe(self.manager, t, self.module):
                 self.tables[t].mark_erased(None)
-        self.manager.note_saved(where, reader.generation, self.module)
+        self.manager.note_saved(where, reader.generation, created_of(where, reader.generation), self.module)
 
 
 def restore_managers(
@@ -286,6 +286,7 @@ def _exchange(
             dense.put_back()
         raise
     for one, (_, (tables, planner, *_), _) in zip(prepared, before, strict=True):
+        one.manager.note_in_directories(where, reader.generation)
         planner.close()
         for old, new in zip(tables, one.tables, strict=True):
             if old is not new:

@@ -1,7 +1,8 @@
 """A save in progress: the cut, what training is about to change, and the sweep that writes the rest.
 
-At the cut, between two steps and inside the doors of all managers, a save lists which host rows are in it (a byte a row), copies
-what is small (filters, erased keys, the optimizers' numbers), and has the tables count changes anew. Then training goes on. Rows
+At the cut, between two steps and inside the doors of all managers, a save copies the flags of the host rows (a byte a row), which say
+what is in it, copies what is small (filters, erased keys, the optimizers' numbers), and has the tables count changes anew. Then training goes
+on. Which residents have changed since the last save a delta finds out afterwards, slot by slot. Rows
 are known by their place in the host table, which they keep while they live, wherever their values are at the moment. A row is
 as it was at the cut until a batch that uses it may train, and that is not before its plan has brought its rows in; or until its key
 is evicted or changed by hand. So when a plan comes in, rows that it concerns and that have not been written are copied out first:
@@ -24,11 +25,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._core.cut import CHANGED, IN, Cut, changed_rows, next_period, touched_rows, trained_step
+from ._core.cut import (
+    CHANGED,
+    IN,
+    LIVE,
+    READ,
+    Cut,
+    FilterCut,
+    changed_rows,
+    left_rows,
+    list_slots,
+    next_period,
+    sweeping,
+    touched_rows,
+    trained_step,
+    used_about,
+)
 from ._core.doors import Latch
-from .checkpoint import TableDescription, Writer, batches_of_rows, prune_after
+from .checkpoint import TableDescription, Writer, batches_of_rows, created_of, prune_after
 from .errors import ChangedError, EmbCacheError
-from .filterfile import SKETCHES, meaning, sketch_name
+from .filterfile import meaning, sketch_name
 from .pace import Pace
 
 if TYPE_CHECKING:
@@ -39,6 +55,9 @@ __all__ = ["Part", "SaveJob"]
 
 KEPT_BYTES = 256 << 20
 PIECE_ROWS = 1024  # about half a millisecond inside the door
+PIECE_SLOTS = 1 << 16  # that are looked through for changes at a time: the same
+PIECE_ENTRIES = 1 << 15  # waiting keys that are read at a time: the same
+PIECE_SKETCH = 1 << 20  # bytes of each generation
 EXTENT_ROWS = 1024
 
 
@@ -68,11 +87,14 @@ class Part:
     whole : bool
         Whether all rows are written, not only those that have changed.
     members : uint8 (host rows,)
-        `IN`: the row is in the cut and has not been read yet; `CHANGED`: it had changed at the cut.
+        `LIVE`: the row is in the cut; `IN`: it is to be written, and has not been read yet; `READ`: it has been; `CHANGED`: it had
+        changed at the cut.
     left : int
-        How many have not been read.
+        How many are to be written and have not been read.
     listed, written : int
-        How many are in the cut, and how many of them have been written.
+        How many are to be written, and how many of them have been.
+    unlisted : bool
+        Whether there may be residents that have changed and are not among `IN` yet: of a delta, at first.
     """
 
     def __init__(self, manager: EmbCacheManager, module: str, t: int, description: TableDescription) -> None:
@@ -81,20 +103,21 @@ class Part:
         self.tracked, self.whole = self.core.tracked, True
         self.members = np.empty(0, np.uint8)
         self.left = self.listed = self.written = 0
+        self.unlisted = False
         self.order: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, bool))
         self.log: np.ndarray | None = None
         self.erased = np.empty(0, np.int64)
-        self.filter: dict[str, Any] | None = None
+        self.filter: FilterCut | None = None
         self.kept: list[dict[str, np.ndarray]] = []
 
     # ---------------------------------------------------------------------------------------------------------- the cut
 
     def note_changes(self) -> int:
-        """Have the table know what residents have been through; returns the bytes of a delta."""
-        self.core.mark_changed(changed_rows(self.manager.planner, self.t))
+        """About how many bytes a delta takes."""
         self.log = self.core.erased_keys(absent=False)
         self.tracked = self.log is not None
-        return self.core.changed() * self.description.row_bytes + (0 if self.log is None else 8 * len(self.log))
+        changed = self.core.changed() + used_about(self.manager.planner, self.t)
+        return changed * self.description.row_bytes + (0 if self.log is None else 8 * len(self.log))
 
     @property
     def full_bytes(self) -> int:
@@ -103,27 +126,64 @@ class Part:
 
     def cut(self, whole: bool) -> None:
         """List what is to be written. Nothing changes."""
-        self.whole = whole
-        cut = Cut(self.manager.planner, self.t)
+        self.whole, planner = whole, self.manager.planner
+        self.unlisted = not whole
+        if self.unlisted and sweeping(planner, self.t):  # which of them are dead must be seen now
+            self.core.mark_changed(changed_rows(planner, self.t))
+            self.unlisted = False
+        cut = Cut(planner, self.t)
         self.members, self.listed = cut.members(changed=not whole)
         self.left = self.listed
         self.order = self.core.save_order()
         if not whole:
             assert self.log is not None
-            visible = self.manager.planner.peek(self.log, self.t)[1] >= 0 if len(self.log) else np.empty(0, bool)
+            visible = planner.peek(self.log, self.t)[1] >= 0 if len(self.log) else np.empty(0, bool)
             self.erased = np.union1d(self.log[~visible], cut.dead())
         if self.manager.layout.tables[self.t].admit_and_evict is not None:
-            self.filter = cut.filter()
+            self.filter = FilterCut(planner, self.t, cut)
 
     def give_back(self) -> None:
         """The save has failed: what had changed before it counts as changed again."""
         self.core.mark_changed(np.flatnonzero(self.members & CHANGED))
         self.core.mark_erased(self.log)
 
+    def list_slots(self, begin: int, most: int) -> int:
+        """List which residents have changed, of `most` slots from `begin` on; returns where to go on, -1 at the end. Inside the door.
+
+        A row that has left its slot for a plan's is seen when that plan comes in (`ahead`), or here in the end.
+        """
+        planner = self.manager.planner
+        begin, count = list_slots(planner, self.t, begin, most, self.members)
+        self._list(count)
+        if begin < 0:
+            for plan in planner.outstanding:
+                rows = self._unlisted(left_rows(planner, plan, self.t))
+                self.members[rows] |= IN
+                self._list(len(rows))
+            self.unlisted = False
+        return begin
+
+    def _list(self, count: int) -> None:
+        self.listed += count
+        self.left += count
+
+    def _unlisted(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows` that are in the cut, and neither read nor to be written."""
+        rows = rows[rows < len(self.members)]
+        return rows[(self.members[rows] & (IN | LIVE | READ)) == LIVE]
+
     # --------------------------------------------------------------------------------------------------------- reading
 
+    def ahead(self, rows: np.ndarray) -> np.ndarray:
+        """Have rows, each given once, among those to be written where it is not known yet whether they have changed. Inside the door."""
+        if self.unlisted:
+            more = self._unlisted(rows)
+            self.members[more] |= IN
+            self._list(len(more))
+        return rows
+
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows`, each given once, that have not been read yet; they count as read. Inside the door."""
+        """Those of `rows`, each given once, that are to be written and have not been read yet. Inside the door."""
         rows = rows[rows < len(self.members)]
         rows = rows[(self.members[rows] & IN) != 0]
         return np.ascontiguousarray(rows)
@@ -131,6 +191,10 @@ class Part:
     def read(self, rows: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         """Copy rows that `take` gave into `arrays`, by column; they count as read then. Inside the door."""
         manager, description = self.manager, self.description
+        if not np.all(self.members[rows] & IN):
+            raise AssertionError(
+                f"table {self.core.name!r}: rows of the cut were to be read that are not in it, or twice"
+            )
         keys, slots, counts, last = Cut(manager.planner, self.t).read(rows)
         arrays["keys"][:] = keys
         if description.with_filter:
@@ -149,7 +213,7 @@ class Part:
             arrays["weights"][resident] = weights
             if parts:
                 arrays["state"][resident] = np.concatenate(parts, axis=1)
-        self.members[rows] &= 0xFF ^ IN
+        self.members[rows] = self.members[rows] & (0xFF ^ IN) | READ
         self.left -= len(rows)
 
     def batches(self, most: int) -> Iterator[np.ndarray]:
@@ -213,7 +277,6 @@ class SaveJob:
         self.others = others
         self.generation = generation
         self.begun = self._settled = False
-        self.rows = 0
         self.rows_written = 0
         self.not_pruned: Exception | None = None
         self.done = Latch()
@@ -242,7 +305,6 @@ class SaveJob:
         self._steps = {module: trained_step(manager.planner) for module, manager in self.managers.items()}
         for part in self.parts:
             part.cut(part.description.name not in partial)
-        self.rows = sum(part.left for part in self.parts)
         self._values = values
         try:
             for manager in self.managers.values():
@@ -259,6 +321,11 @@ class SaveJob:
         except BaseException:
             self.end()
             raise
+
+    @property
+    def rows(self) -> int:
+        """How many are to be written, as far as that is known."""
+        return sum(part.listed for part in self.parts)
 
     def begin(self, parent: int | None, expected_bytes: int) -> None:
         """Take the place on disk, after the cut and outside of the doors, since that waits for the medium. Where it raises, `end` is due.
@@ -319,17 +386,28 @@ class SaveJob:
 
     def _keep_keys(self, manager: EmbCacheManager, t: int, keys: np.ndarray) -> None:
         for part in self.parts:
-            if part.manager is manager and part.t == t and part.left:
+            if part.manager is not manager or part.t != t:
+                continue
+            if part.filter is not None:
+                part.filter.keep(np.ascontiguousarray(keys, np.int64))
+            if part.left or part.unlisted:
                 rows = part.core.find(np.unique(keys))
                 self._keep(part, rows[rows >= 0])
 
     def _keep_plan(self, manager: EmbCacheManager, plan: Plan) -> None:
         for part in self.parts:
-            if part.manager is manager and part.left:
-                self._keep(part, touched_rows(manager.planner, plan, part.t))
+            if part.manager is not manager:
+                continue
+            if part.filter is not None:
+                part.filter.look()
+            if part.left or part.unlisted:
+                rows = touched_rows(manager.planner, plan, part.t)
+                if part.unlisted:
+                    rows = np.concatenate((rows, left_rows(manager.planner, plan, part.t)))
+                self._keep(part, rows)
 
     def _keep(self, part: Part, rows: np.ndarray) -> None:
-        rows = part.take(rows)
+        rows = part.take(part.ahead(rows))
         if not len(rows):
             return
         arrays = _room_for(part.description, len(rows))
@@ -362,9 +440,12 @@ class SaveJob:
                 self._write()
             else:
                 self._write_together()
+            created = created_of(self.path, self.generation)
             for module, manager in self.managers.items():
                 with manager.door:
-                    manager.note_saved(self.path, self.generation, module)
+                    manager.note_saved(self.path, self.generation, created, module)
+            for manager in self.managers.values():
+                manager.note_in_directories(self.path, self.generation)
             if self.others is None:
                 self.not_pruned = prune_after(self.path, self.keep, self.generation)
             return self.generation
@@ -392,7 +473,7 @@ class SaveJob:
                 manager.door.saving = None
         with self._room:
             for part in self.parts:
-                part.kept, part.members = [], np.empty(0, np.uint8)
+                part.kept, part.members, part.unlisted, part.filter = [], np.empty(0, np.uint8), False, None
             self._held = 0
             self._less.open()
         self.done.open()
@@ -405,6 +486,11 @@ class SaveJob:
         """All of it, up to the manifest."""
         assert self.writer is not None
         with self.writer as writer:
+            for part in self.parts:
+                self._list_slots(part)
+            for part in self.parts:
+                if part.filter is not None:
+                    self._write_filter(writer, part, part.filter)
             for part in self.parts:
                 self._write_table(writer, part)
             for name, (text, tensors) in self._values.items():
@@ -445,6 +531,17 @@ class SaveJob:
                 failure = error
         self.others.settle("save", "a save", failure)
 
+    def _list_slots(self, part: Part) -> None:
+        at = 0
+        while part.unlisted:
+            with part.manager.door:
+                at = part.list_slots(at, PIECE_SLOTS)
+            self._rest()
+
+    def _rest(self) -> None:
+        if self.background:
+            self._pace.pause(hurry=self._held > KEPT_BYTES // 2)
+
     def _write_table(self, writer: Writer, part: Part) -> None:
         if len(part.erased):
             writer.write_erased(part.description, part.erased)
@@ -471,8 +568,6 @@ class SaveJob:
         self._write_kept(writer, part)
         if left:
             raise AssertionError(f"table {part.core.name!r}: {left} rows of the cut were not found again")
-        if part.filter is not None:
-            self._write_filter(writer, part, part.filter)
 
     def _write_in_pieces(self, writer: Writer, part: Part, rows: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         """One chunk, read a little at a time into `arrays`, so that nobody waits long at the door; who does gets in between."""
@@ -483,7 +578,7 @@ class SaveJob:
                 if len(piece):
                     part.read(piece, {name: array[count : count + len(piece)] for name, array in arrays.items()})
             count += len(piece)
-            self._pace.pause(hurry=self._held > KEPT_BYTES // 2)
+            self._rest()
         if count:
             columns: dict[str, Any] = {name: array[:count] for name, array in arrays.items()}
             writer.write_rows(part.description, **columns)
@@ -516,11 +611,24 @@ class SaveJob:
         part.written += rows
         self.rows_written += rows
 
-    def _write_filter(self, writer: Writer, part: Part, state: dict[str, Any]) -> None:
-        for name in SKETCHES:
-            if len(state[name]):
-                writer.write_state(sketch_name(part.description.name, name), memoryview(state[name]))
-        numbers = {name: value for name, value in state.items() if isinstance(value, int)}
-        writer.write_filter(
-            part.description, state["keys"], state["counts"], state["last"], late=state["late"], numbers=numbers
-        )
+    def _write_filter(self, writer: Writer, part: Part, state: FilterCut) -> None:
+        """The sketch, which changes the fastest, then the keys that wait. Before the rows: what is read need not be kept."""
+        more = True
+        while more:
+            self._check()
+            with part.manager.door:
+                more = state.read_sketch(PIECE_SKETCH)
+            self._rest()
+        for name, cells in state.sketches.items():
+            if len(cells):
+                writer.write_state(sketch_name(part.description.name, name), cells.data)
+        state.sketches.clear()
+        late: np.ndarray | None = np.empty(0, np.int64)
+        while late is not None or not state.waiting_read:
+            self._check()
+            with part.manager.door:
+                keys, counts, last = state.read(PIECE_ENTRIES)
+            if late is not None or len(keys):
+                writer.write_filter(part.description, keys, counts, last, late=late, numbers=state.numbers)
+            late = None
+            self._rest()

@@ -26,7 +26,7 @@ from ._core.cut import trained_step
 from ._core.doors import Doors
 from .checkpoint import Parent, TableDescription, number_to_keep, parent_at
 from .checkpoint.names import next_generation
-from .errors import ConfigError, EmbCacheError, PlanError, shown
+from .errors import ConfigError, CorruptionError, EmbCacheError, PlanError, shown
 from .savejob import Part, SaveJob
 from .table import initializer_spec
 from .values import encode
@@ -205,7 +205,13 @@ def save_managers(
                 for part, few in zip(parts, delta_bytes, strict=True)
             )
             job.start(partial, values)
-        job.begin(parent, expected)
+        try:
+            job.begin(parent, expected)
+        except (ConfigError, CorruptionError):
+            if parent is None or last is None or parent_at(where, parent, created=last[1]) is not None:
+                raise
+            job.end()  # somebody has pruned the parent since it was looked at: nothing is left that could be changed
+            return save_managers(path, managers, background=background, state=state, model=model, keep=keep)
         return _in_background(job) if background else job.run()
     except BaseException as error:
         if others is not None and not job.begun:

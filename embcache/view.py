@@ -292,10 +292,9 @@ class TableView:
         """
         array = as_keys(keys, self._owner)
         with self._manager.door:
-            self._manager.planner.forget_waiting(
-                self._table, array
-            )  # first: it changes nothing where drop would refuse
             self._manager.before_change(self._table, array)
+            # Before the drop: it changes nothing where drop would refuse.
+            self._manager.planner.forget_waiting(self._table, array)
             self._manager.planner.drop(self._table, array)
             self._manager.door.changes += 1
             return int(self._host.erase(array))

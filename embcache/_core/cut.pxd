@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int64_t, uint8_t
 
-from embcache._core.filter cimport ec_filter
+from embcache._core.filter cimport FeatureFilter, ec_filter
 from embcache._core.plan cimport ec_part, ec_plan
 from embcache._core.swap cimport SwapManager, ec_overlay, ec_side
 
@@ -15,6 +15,8 @@ cdef extern from "ec_filter.h":
 cdef extern from "ec_cut.h":
     const int EC_CUT_IN
     const int EC_CUT_CHANGED
+    const int EC_CUT_LIVE
+    const int EC_CUT_READ
 
     ctypedef struct ec_cut:
         pass
@@ -36,9 +38,37 @@ cdef extern from "ec_cut.h":
     int64_t ec_cut_most_touched(const ec_part *p) noexcept nogil
     int64_t ec_cut_touched(const ec_side *s, const ec_part *p, int64_t *rows) noexcept nogil
     int64_t ec_cut_used(const ec_side *s, int64_t *rows) noexcept nogil
-    void ec_cut_next_period(ec_side *s) noexcept nogil
-    void ec_cut_filter(const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count, ec_cut_numbers *numbers, void *young, void *old) noexcept nogil
-    int64_t ec_cut_waiting(const ec_cut *cut, const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count, ec_filter_entry *entries) noexcept nogil
+    int64_t ec_cut_used_about(const ec_side *s, int64_t most) noexcept nogil
+    int64_t ec_cut_list(const ec_side *s, int64_t begin, int64_t end, uint8_t *members, int64_t rows) noexcept nogil
+    int64_t ec_cut_left(const ec_side *s, const ec_part *p, int64_t *rows) noexcept nogil
+    void ec_cut_next_period(ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
+    void ec_cut_filter(const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count, ec_cut_numbers *numbers) noexcept nogil
+    int ec_cut_passing(const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count, int64_t *most_late) noexcept nogil
+    int64_t ec_cut_late(const ec_cut *cut, const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count, int64_t *keys) noexcept nogil
+
+cdef extern from "ec_filtercut.h":
+    ctypedef struct ec_vec:
+        void *data
+        int64_t size
+
+    ctypedef struct ec_filtercut_block:
+        int64_t read
+
+    ctypedef struct ec_filtercut:
+        int64_t size
+        int64_t read
+        int64_t block_bytes
+        ec_vec kept
+        ec_filtercut_block young
+        ec_filtercut_block old
+
+    int ec_filtercut_make(ec_filtercut *c, const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
+    void ec_filtercut_free(ec_filtercut *c) noexcept nogil
+    int ec_filtercut_look(ec_filtercut *c, const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
+    int ec_filtercut_keep(ec_filtercut *c, const ec_filter *f, const int64_t *keys, int64_t n) noexcept nogil
+    int64_t ec_filtercut_read(ec_filtercut *c, const ec_filter *f, int64_t most, ec_filter_entry *entries) noexcept nogil
+    int64_t ec_filtercut_read_block(ec_filtercut *c, ec_filtercut_block *b, int64_t most, char *whole) noexcept nogil
+    void ec_filtercut_mend(const ec_filtercut *c, char *whole) noexcept nogil
 
 
 cdef class Cut:
@@ -49,3 +79,15 @@ cdef class Cut:
     cdef readonly object table   # the host table
     cdef int64_t row_limit(self)
     cdef int enter(self) except -1  # the planner's mutex; AssertionError where it has changed
+
+
+cdef class FilterCut:
+    cdef SwapManager planner
+    cdef FeatureFilter waiters
+    cdef ec_filtercut cut
+    cdef int64_t t
+    cdef readonly dict numbers
+    cdef readonly dict sketches
+    cdef object late             # int64 array of keys that are not dead, or None: nobody is
+    cdef int look_through(self) except -1
+    cdef object living(self, entries)

@@ -12,7 +12,7 @@ from embcache.errors import PlanError
 
 from cython cimport final
 from libc.stdint cimport INT64_MIN, int64_t, uint8_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from embcache._core.filter cimport FeatureFilter
 from embcache._core.plan cimport Plan, ec_part
@@ -24,21 +24,20 @@ cdef extern from "ec_table.h":
     ctypedef struct ec_table_fields "ec_table":
         int64_t row_limit
 
-cdef extern from "ec_sketch.h":
-    ctypedef struct ec_sketch:
-        pass
-    size_t ec_sketch_block_bytes(const ec_sketch *k) noexcept nogil
-
 cdef extern from "ec_filter.h":
-    ctypedef struct ec_vec:
-        int64_t size
+    ctypedef struct ec_pass:
+        int region
+    const int EC_PASS_IDLE
     ctypedef struct ec_filter_fields "ec_filter":
-        ec_vec entries
-        ec_sketch sketch
+        ec_pass sweep "pass"
 
 
 IN = EC_CUT_IN
 CHANGED = EC_CUT_CHANGED
+LIVE = EC_CUT_LIVE
+READ = EC_CUT_READ
+
+ASKED_SLOTS = 1 << 14
 
 
 def trained_step(SwapManager planner not None):
@@ -81,8 +80,89 @@ def touched_rows(SwapManager planner not None, Plan plan not None, table):
         planner.leave()
 
 
+def left_rows(SwapManager planner not None, Plan plan not None, table):
+    """Host rows, int64[n], that left their slots for an unfinished plan's and had been used since the last save."""
+    cdef int64_t t, count
+    cdef int64_t[::1] view
+    cdef ec_part *part
+    planner.enter()
+    try:
+        t = planner.table_number(table)
+        planner.unfinished.index(plan)  # else it has no records
+        part = &plan.plan.parts[t]
+        rows = np.empty(ec_cut_most_touched(part) + 1, np.int64)
+        view = rows
+        with nogil:
+            count = ec_cut_left(&planner.work.sides[t], part, &view[0])
+        return rows[:count]
+    finally:
+        planner.leave()
+
+
+def sweeping(SwapManager planner not None, table):
+    """Whether a table's filter has a pass under way: rows that it is about to take away are still there."""
+    cdef int64_t t
+    cdef ec_filter_fields *fields
+    planner.enter()
+    try:
+        t = planner.table_number(table)
+        if planner.filters[t] is None:
+            return False
+        fields = <ec_filter_fields *>&(<FeatureFilter>planner.filters[t]).f
+        return fields.sweep.region != EC_PASS_IDLE
+    finally:
+        planner.leave()
+
+
+def used_about(SwapManager planner not None, table):
+    """About how many residents have been used since the last save whose rows `Table.changed` does not count.
+
+    Of up to 16,384 slots it is exact; of more it is reckoned from as many, so the time does not depend on their number.
+    """
+    cdef int64_t t, count, most = ASKED_SLOTS
+    planner.enter()
+    try:
+        t = planner.table_number(table)
+        planner.lock_table(t, 0)
+        with nogil:
+            count = ec_cut_used_about(&planner.work.sides[t], most)
+            table_unlock(planner.work.sides[t].table)
+        return int(count)
+    finally:
+        planner.leave()
+
+
+def list_slots(SwapManager planner not None, table, int64_t begin, int64_t most, uint8_t[::1] members not None):
+    """Have rows of residents that have been used since the last save in the cut: of `most` slots from `begin` on.
+
+    Parameters
+    ----------
+    members : uint8[n]
+        `Cut.members`, and `READ` where a row has been read.
+
+    Returns
+    -------
+    next, count : int
+        The first slot that was not looked at, -1 where there is none; and how many rows came in.
+    """
+    cdef int64_t t, end, count
+    cdef ec_side *side
+    planner.enter()
+    try:
+        t = planner.table_number(table)
+        side = &planner.work.sides[t]
+        end = min(begin + most, <int64_t>side.cache.capacity)
+        if members.shape[0] == 0 or end <= begin:
+            return -1, 0
+        with nogil:
+            count = ec_cut_list(side, begin, end, &members[0], members.shape[0])
+        return (int(end) if end < side.cache.capacity else -1), int(count)
+    finally:
+        planner.leave()
+
+
 def changed_rows(SwapManager planner not None, table):
-    """Host rows, int64[n], of residents that have been used since `next_period`: the table does not know that they changed."""
+    """Host rows, int64[n], of residents that have been used since the last save: the table does not know that they changed."""
     cdef int64_t t, count
     cdef int64_t[::1] view
     planner.enter()
@@ -99,12 +179,24 @@ def changed_rows(SwapManager planner not None, table):
 
 def next_period(SwapManager planner not None):
     """A cut was made: what residents are used for from now on is not in it, nor what unfinished plans use."""
+    cdef int64_t t, count
+    planner.enter()
+    try:
+        count = len(planner.unfinished)
+        with nogil:
+            for t in range(planner.work.tables):
+                ec_cut_next_period(&planner.work.sides[t], t, planner.plans, count)
+    finally:
+        planner.leave()
+
+
+def period_saved(SwapManager planner not None):
+    """The save whose cut was the last has succeeded: what residents were used for before it is not asked for again."""
     cdef int64_t t
     planner.enter()
     try:
-        with nogil:
-            for t in range(planner.work.tables):
-                ec_cut_next_period(&planner.work.sides[t])
+        for t in range(planner.work.tables):
+            planner.work.sides[t].cache.since = planner.work.sides[t].cache.period
     finally:
         planner.leave()
 
@@ -163,12 +255,13 @@ cdef class Cut:
         Parameters
         ----------
         changed : bool
-            Only those that have changed since the last save (`Table.changed`), and those that are about to leave.
+            Only those that have changed since the last save (`Table.changed`), and those that are about to leave. Residents that
+            have been used since are the business of `list_slots`.
 
         Returns
         -------
         members : uint8[host rows, rounded up to whole extents of 1024]
-            `IN` where a row is in; `CHANGED` where one has changed, in or not.
+            `LIVE` where a row is in the cut, `IN` where it is to be written; `CHANGED` where one has changed, in or not.
         count : int
             How many are in.
         """
@@ -258,40 +351,161 @@ cdef class Cut:
             self.planner.leave()
         return keys[:count]
 
-    def filter(self):
-        """`FeatureFilter.state` of the cut: what the filter would hold had the unfinished plans been cancelled, its pass ended.
 
-        Raises
-        ------
-        ConfigError
-            The table has no filter.
-        """
-        cdef FeatureFilter waiters
-        cdef ec_filter_fields *fields
+@final
+cdef class FilterCut:
+    """The filter of one table as of the last finished training batch, read a piece at a time while training goes on.
+
+    What is about to change is kept before (ec_filtercut.h): `look` when a plan has come in, `keep` before keys are removed by hand. Whoever
+    calls holds the manager's door, for each call.
+
+    Parameters
+    ----------
+    planner : SwapManager
+    table : int
+    cut : Cut
+        Of this table, as new.
+
+    Attributes
+    ----------
+    numbers : dict
+        Those of `FeatureFilter.state`. In a cut no sweep is under way: its pass has ended.
+    sketches : dict
+        ``sketch_young`` and ``sketch_old``, uint8 arrays, whole once `read_sketch` has said so; empty without a sketch.
+
+    Raises
+    ------
+    ConfigError
+        The table has no filter.
+    HostMemoryError
+        From any method; after `look` and `keep` the cut is lost.
+    """
+
+    def __cinit__(self, SwapManager planner not None, table, Cut cut not None):
+        memset(&self.cut, 0, sizeof(ec_filtercut))
         cdef ec_cut_numbers numbers
-        cdef int64_t size, found, count
-        cdef uint8_t[::1] young_view, old_view
-        cdef int64_t[:, ::1] entry_view
-        self.enter()
+        cdef int64_t count, most, found
+        cdef int64_t[::1] view
+        cdef int status, passing
+        planner.enter()
         try:
-            waiters = self.planner.filter_of(self.t)
-            count = len(self.planner.unfinished)
-            fields = <ec_filter_fields *>&waiters.f
-            size = ec_sketch_block_bytes(&fields.sketch)
-            young, old = np.zeros(size + 1, np.uint8), np.zeros(size + 1, np.uint8)
-            entries = np.zeros((fields.entries.size + 1, 3), np.int64)  # as ec_filter_entry lies in memory
-            young_view, old_view, entry_view = young, old, entries
+            self.t = planner.table_number(table)
+            self.waiters = planner.filter_of(self.t)
+            self.planner = planner
+            count = len(planner.unfinished)
             with nogil:
-                ec_cut_filter(&waiters.f, self.t, self.planner.plans, count, &numbers, &young_view[0], &old_view[0])
-                found = ec_cut_waiting(&self.cut, &waiters.f, self.t, self.planner.plans, count, <ec_filter_entry *>&entry_view[0, 0])
+                ec_cut_filter(&self.waiters.f, self.t, planner.plans, count, &numbers)
+                passing = ec_cut_passing(&self.waiters.f, self.t, planner.plans, count, &most)
+                status = ec_filtercut_make(&self.cut, &self.waiters.f, self.t, planner.plans, count)
+            if status != EC_OK:
+                raise host_memory("starting to save a filter")
+            if passing:
+                late = np.empty(most + 1, np.int64)
+                view = late
+                found = ec_cut_late(&cut.cut, &self.waiters.f, self.t, planner.plans, count, &view[0])
+                self.late = late[:found]
         finally:
-            self.planner.leave()
-        entries = entries[:found]
-        entries = entries[np.argsort(entries[:, 0])]
-        return {
-            "keys": entries[:, 0].copy(), "counts": entries[:, 1].copy(), "last": entries[:, 2].copy(), "late": np.empty(0, np.int64),
-            "sketch_young": young[:size], "sketch_old": old[:size],
+            planner.leave()
+        self.numbers = {
             "newest": int(numbers.newest), "epoch": int(numbers.epoch), "cutoff": int(numbers.cutoff),
             "waiting_cutoff": int(numbers.waiting_cutoff), "sweeping": 0, "sketch_added": int(numbers.added),
             "sketch_old_added": int(numbers.old_added), "sketch_since": int(numbers.since),
         }
+        self.sketches = {"sketch_young": np.empty(0, np.uint8), "sketch_old": np.empty(0, np.uint8)}
+
+    def __dealloc__(self):
+        ec_filtercut_free(&self.cut)
+
+    cdef int look_through(self) except -1:
+        cdef int64_t count = len(self.planner.unfinished)
+        cdef int status
+        with nogil:
+            status = ec_filtercut_look(&self.cut, &self.waiters.f, self.t, self.planner.plans, count)
+        if status != EC_OK:
+            raise host_memory("keeping what a filter was")
+        return 0
+
+    def look(self):
+        """Plans are unfinished that may have come in since the last call: keep what they have changed."""
+        self.planner.enter()
+        try:
+            self.look_through()
+        finally:
+            self.planner.leave()
+
+    def keep(self, keys):
+        """Keys, int64[n], are about to be changed by hand, which no unfinished plan uses."""
+        cdef const int64_t[::1] given = int64_array("keys", keys, -1)
+        cdef int64_t n = given.shape[0]
+        cdef int status
+        if n == 0:
+            return
+        self.planner.enter()
+        try:
+            self.look_through()
+            with nogil:
+                status = ec_filtercut_keep(&self.cut, &self.waiters.f, &given[0], n)
+            if status != EC_OK:
+                raise host_memory("keeping what a filter was")
+        finally:
+            self.planner.leave()
+
+    @property
+    def waiting_read(self):
+        """Whether `read` has given all keys."""
+        return self.cut.read >= self.cut.size and self.cut.kept.size == 0
+
+    def read(self, int64_t most):
+        """Some keys that wait, of `most` entries at most and of those that were kept: key, count, last, each int64[n], to be written."""
+        cdef int64_t found = 0, kept = self.cut.kept.size
+        cdef int64_t[:, ::1] view
+        self.planner.enter()
+        try:
+            self.look_through()
+            kept = self.cut.kept.size
+            most = min(most, self.cut.size - self.cut.read)
+            entries = np.empty((most + kept + 1, 3), np.int64)  # as ec_filter_entry lies in memory
+            view = entries
+            with nogil:
+                if kept > 0:
+                    memcpy(&view[0, 0], self.cut.kept.data, kept * sizeof(ec_filter_entry))
+                found = kept + ec_filtercut_read(&self.cut, &self.waiters.f, most, <ec_filter_entry *>&view[kept, 0])
+                self.cut.kept.size = 0
+        except MemoryError:
+            raise host_memory("reading a filter") from None
+        finally:
+            self.planner.leave()
+        return self.living(entries[:found])
+
+    cdef object living(self, entries):
+        keys, counts, last = (np.ascontiguousarray(entries[:, i]) for i in range(3))
+        if self.late is None:
+            return keys, counts, last
+        alive = (last >= self.numbers["waiting_cutoff"]) | np.isin(keys, self.late)
+        return keys[alive], counts[alive], last[alive]
+
+    def read_sketch(self, int64_t most):
+        """Read about `most` more bytes of the sketch into `sketches`; returns whether there are more."""
+        cdef int64_t size = self.cut.block_bytes
+        cdef uint8_t[::1] young, old
+        if size == 0:
+            return False
+        if len(self.sketches["sketch_young"]) == 0:
+            try:
+                self.sketches = {"sketch_young": np.empty(size, np.uint8), "sketch_old": np.empty(size, np.uint8)}
+            except MemoryError:
+                raise host_memory(f"a copy of a sketch of {2 * size} bytes") from None
+        young, old = self.sketches["sketch_young"], self.sketches["sketch_old"]
+        self.planner.enter()
+        try:
+            self.look_through()
+            with nogil:
+                if self.cut.young.read < size:
+                    ec_filtercut_read_block(&self.cut, &self.cut.young, most, <char *>&young[0])
+                    if self.cut.young.read == size:
+                        ec_filtercut_mend(&self.cut, <char *>&young[0])
+                else:
+                    ec_filtercut_read_block(&self.cut, &self.cut.old, most, <char *>&old[0])
+        finally:
+            self.planner.leave()
+        return self.cut.young.read < size or self.cut.old.read < size

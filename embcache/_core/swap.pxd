@@ -60,6 +60,8 @@ cdef extern from "ec_cache.h":
         ec_policy policy
         int64_t live
         int64_t pinned
+        uint32_t period
+        uint32_t since
         int64_t limbo_count
         void (*row_free)(void *table, int64_t key, int64_t row) noexcept nogil
         void *table

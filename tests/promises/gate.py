@@ -51,7 +51,9 @@ class Gate(Writer):
 def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Gate]]:
     """Managers save through a gate, closed at first; for a fixture."""
     monkeypatch.setattr(savejob, "Writer", Gate)
-    monkeypatch.setattr(savejob, "PIECE_ROWS", 2)
+    for piece in ("PIECE_ROWS", "PIECE_SLOTS", "PIECE_ENTRIES"):
+        monkeypatch.setattr(savejob, piece, 2)
+    monkeypatch.setattr(savejob, "PIECE_SKETCH", 100)
     monkeypatch.setattr(Gate, "refused", None)
     monkeypatch.setattr(Gate, "permits", threading.Semaphore(0), raising=False)
     yield Gate

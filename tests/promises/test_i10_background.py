@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import embcache as ec
 from embcache import manager as manager_module
 from embcache import savejob
+from embcache._core.cut import FilterCut
 from embcache._core.swap import SwapManager
 from promises import resuming
 from promises.gate import LIMIT_S, Gate, gates, held_up
@@ -123,8 +124,13 @@ def test_i10_a_background_save_is_the_state_at_the_call(
     run()
 
 
-def test_i10_sweeps_and_swaps_between_all_chunks(tmp_path: Path, gate: type[Gate]) -> None:
+def test_i10_sweeps_and_swaps_between_all_chunks(
+    tmp_path: Path, gate: type[Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tables of every filter and row type, through a collection: each step lets one chunk go, and evicts and swaps."""
+    monkeypatch.setattr(
+        savejob, "PIECE_ENTRIES", 1 << 15
+    )  # filters come first, and there shall be rows among the chunks
     gate.rows, collection, batches = 7, resuming.collection_of("adam"), resuming.batches()
     for batch in batches[:5]:
         train_window(collection, [batch])
@@ -287,3 +293,106 @@ def test_i10_a_child_does_not_wait_for_what_its_parent_writes(tmp_path: Path, ga
     gate.permits.release(10**6)
     assert saving.result(LIMIT_S) == 1
     collection.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- filters
+
+LATE_RULES = {
+    "exact": ec.AdmitAndEvictConfig(admit_threshold=3),
+    "sketch": ec.AdmitAndEvictConfig(admit_threshold=3, sketch_bytes=1 << 14),
+    "sketch that turns": ec.AdmitAndEvictConfig(admit_threshold=3, sketch_bytes=1 << 10),
+    "sweeps": ec.AdmitAndEvictConfig(
+        admit_threshold=3, evict_threshold=4, evict_step_interval=2, time_source="step", evict_keep_min=2
+    ),
+    "scores": ec.AdmitAndEvictConfig(
+        admit_threshold=3.0, policy="show_click", show_click=ec.ShowClick(evict_percentage=0.2), evict_step_interval=2
+    ),
+}
+
+
+def filtered_run(folder: Path, rule: ec.AdmitAndEvictConfig, monkeypatch: pytest.MonkeyPatch, delta: bool) -> None:
+    """Keys wait, and are counted, admitted, forgotten, erased and born while a save reads its filter two at a time; the last plan at the
+    cut has not trained. What is restored is the filter at the cut."""
+    tables = [ec.TableConfig("t", 2, ["f"], hbm_rows=64, admit_and_evict=rule)]
+    permits = threading.Semaphore(0)
+    monkeypatch.setattr(savejob.SaveJob, "_rest", lambda self: permits.acquire(timeout=LIMIT_S))
+    for piece in ("PIECE_ROWS", "PIECE_SLOTS", "PIECE_ENTRIES"):
+        monkeypatch.setattr(savejob, piece, 2)
+    monkeypatch.setattr(savejob, "PIECE_SKETCH", 40)
+    manager = ec.EmbCacheManager(tables, optimizer=ec.SGD(lr=0.1))
+
+    def batch(*keys: int) -> ec.JaggedFeatures:
+        labels = np_tensor([key % 2 for key in keys]) if rule.policy == "show_click" else None
+        return ec.JaggedFeatures(["f"], np_tensor(keys), np_tensor([1] * len(keys)), labels=labels)
+
+    def train(*keys: int) -> None:
+        train_by_hand(manager, manager.plan(batch(*keys)))
+
+    if delta:
+        permits.release(10**6)
+        manager.save(folder)
+        while permits.acquire(blocking=False):
+            pass
+    train(*range(40), *range(20), *range(10))
+    train(*range(5, 45))
+    wanted, sketch = model_state(manager), sketch_of(manager)
+    ahead = manager.plan(batch(*range(3, 30), 10, 11))
+    saving = manager.save(folder, delta=delta, background=True)
+    train_by_hand(manager, ahead)
+    manager.table("t").erase([12, 44, 7, 1])
+    cancelled = manager.plan(batch(*range(200, 240), 13, 14, 15))
+    permits.release(2)
+    manager.cancel(cancelled)
+    for step in range(6):
+        train(*range(step, 60 + 10 * step, 2))
+        permits.release(2)
+        manager.table("t").erase([20 + step, 60 + step])
+        manager.table("t").insert([30 + step])
+    permits.release(10**6)
+    generation = saving.result(LIMIT_S)
+    with ec.EmbCacheManager(tables, optimizer=ec.SGD(lr=0.1)) as other:
+        other.restore(folder, generation)
+        assert model_state(other) == wanted and sketch_of(other) == sketch
+    check(manager)
+    manager.close()
+
+
+def sketch_of(manager: ec.EmbCacheManager) -> dict[str, Any]:
+    """Counters and numbers of the sketch of the first table."""
+    state = manager.planner.export_filter(0)
+    return {
+        name: value if isinstance(value, int) else value.tolist() for name, value in state.items() if "sketch" in name
+    }
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("rule", LATE_RULES)
+def test_i10_a_filter_that_changes_while_it_is_read_is_saved_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, delta: bool
+) -> None:
+    filtered_run(tmp_path, LATE_RULES[rule], monkeypatch, delta)
+
+
+class _Blind:
+    """A filter's cut that does not see what comes in, or what is changed by hand."""
+
+    blind = ""
+
+    def __init__(self, *given: Any) -> None:
+        self._cut = FilterCut(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *given: None) if name == self.blind else getattr(self._cut, name)
+
+
+@pytest.mark.parametrize(
+    ("blind", "rule"),
+    [("look", "exact"), ("look", "sketch"), ("look", "sketch that turns"), ("look", "sweeps"), ("keep", "exact")],
+)
+def test_i10_a_bug_planted_in_the_reading_of_filters_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: str, rule: str
+) -> None:
+    monkeypatch.setattr(_Blind, "blind", blind)
+    monkeypatch.setattr(savejob, "FilterCut", _Blind)
+    with pytest.raises(AssertionError):
+        filtered_run(tmp_path, LATE_RULES[rule], monkeypatch, False)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import embcache as ec
+from embcache import saving
 from embcache.values import decode, encode
 
 FILTER = ec.AdmitAndEvictConfig(admit_threshold=2, evict_threshold=50, evict_step_interval=2, time_source="step")
@@ -234,6 +235,31 @@ def test_older_generations_go(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_parent_that_is_pruned_before_the_save_begins_makes_it_a_full_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    ebc, other = trained(), trained()
+    ebc.save(tmp_path)
+    ebc(one_feature([1])).values().sum().backward()
+    real = saving.parent_at
+    prunings = iter([lambda: other.save(tmp_path, keep=1)])
+
+    def parent_at(*given: Any, **more: Any) -> Any:
+        found = real(*given, **more)
+        next(prunings, lambda: 0)()
+        return found
+
+    monkeypatch.setattr(saving, "parent_at", parent_at)
+    saved = ebc.save(tmp_path, delta=True, background=background, state="mine")
+    assert (saved.result(600) if isinstance(saved, saving.Saving) else saved) == 3
+    assert [(one.generation, one.kind) for one in ec.generations(tmp_path)] == [(2, "full"), (3, "full")]
+    assert other.restore(tmp_path).state == "mine"
+    assert rows(other.tables()["a"]) == rows(ebc.tables()["a"])
+    ebc(one_feature([2])).values().sum().backward()
+    assert ebc.save(tmp_path, delta=True) == 4 and ec.generations(tmp_path)[-1].kind == "delta"
 
 
 def test_values_come_back_as_they_were() -> None:

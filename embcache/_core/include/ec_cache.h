@@ -46,7 +46,8 @@ typedef struct {
     ec_policy policy;
     int64_t live;
     int64_t pinned;      /* slots with pins > 0, LIVE or LIMBO */
-    uint32_t period;     /* number of the save that comes next: a slot that was used in it holds what no save has */
+    uint32_t period;     /* rises with every save's cut */
+    uint32_t since;      /* the one that began with the last cut whose save has succeeded: a slot used from then on holds what no save has */
     ec_vec limbo;        /* of ec_limbo */
     ec_vec limbo_unused; /* of uint32_t, last in first out */
     int64_t limbo_count; /* entries in use */
@@ -107,7 +108,7 @@ static inline int ec_cache_init(ec_cache *c, int64_t capacity, int policy, uint6
         return EC_NOMEM;
     }
     c->capacity = capacity;
-    c->period = 1; /* seats start with 0 */
+    c->period = c->since = 1; /* seats start with 0 */
     c->slots = (ec_slot *)c->slots_block.data;
     c->seats = (ec_seat *)c->seats_block.data;
     c->state = (uint8_t *)c->state_block.data;
@@ -324,6 +325,7 @@ static inline int ec_cache_grow(ec_cache *c, int64_t capacity) {
     wider.live = c->live;
     wider.pinned = c->pinned;
     wider.period = c->period;
+    wider.since = c->since;
     wider.row_free = c->row_free;
     wider.table = c->table;
     ec_cache_free(c);

@@ -42,8 +42,13 @@ static int64_t ec_table_count(const ec_table *t, uint8_t flags)
     for (int64_t segment = 0; segment < t->flags.segment_count; ++segment) {
         const uint8_t *at = (const uint8_t *)t->flags.segments[segment];
         const int64_t rows = ec_arena_segment_rows(&t->flags, segment);
-        for (int64_t i = 0; i < rows; ++i)
-            count += (at[i] & wanted) == wanted;
+        for (int64_t begin = 0; begin < rows; begin += 128) {
+            const int64_t end = begin + 128 < rows ? begin + 128 : rows;
+            uint8_t some = 0; /* of a byte's width, so that the loop is one of vectors */
+            for (int64_t i = begin; i < end; ++i)
+                some = (uint8_t)(some + ((at[i] & wanted) == wanted));
+            count += some;
+        }
     }
     return count;
 }

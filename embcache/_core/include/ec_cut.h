@@ -20,7 +20,7 @@
 
 #include "ec_peek.h"
 
-enum { EC_CUT_IN = 1, EC_CUT_CHANGED = 2 };
+enum { EC_CUT_IN = 1, EC_CUT_CHANGED = 2, EC_CUT_LIVE = 4, EC_CUT_READ = 8 };
 
 /* What a slot that unfinished plans have touched held before them. */
 typedef struct {
@@ -169,46 +169,98 @@ static inline void ec_cut_counters(const ec_cut *cut, const ec_side *s, int64_t 
     }
 }
 
-/* Which host rows are in the cut: members[row], for all rows below the table's limit, has EC_CUT_IN where one is, and with `changed`
- * only where it has changed since the last save, or is about to leave; EC_CUT_CHANGED where one has changed that may be in a cut.
- * `members` is all 0 before, and has room for whole extents. Returns how many are in. */
+/* Marks of an extent's rows by their flags; returns how many are in. */
+static inline int64_t ec_cut_extent(const uint8_t *flags, uint8_t all, uint8_t *members) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < EC_EXTENT_ROWS; i++) {
+        const uint8_t live = flags[i] & EC_LIVE, changed = live & (uint8_t)(flags[i] >> 4);
+        members[i] = (uint8_t)((changed | (live & all)) | (changed << 1) | (live << 2));
+    }
+    for (int64_t i = 0; i < EC_EXTENT_ROWS; i += 8) {
+        uint64_t marks;
+        memcpy(&marks, members + i, sizeof marks);
+        found += __builtin_popcountll(marks & UINT64_C(0x0101010101010101));
+    }
+    return found;
+}
+
+/* Whether the flags of an extent are all 0. */
+static inline int ec_cut_extent_empty(const uint8_t *flags) {
+    uint64_t any = 0;
+    for (int64_t i = 0; i < EC_EXTENT_ROWS; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, flags + i, sizeof eight);
+        any |= eight;
+    }
+    return any == 0;
+}
+
+/* Which host rows are in the cut: members[row], for all rows below the table's limit, has EC_CUT_LIVE where one is live in it, and EC_CUT_IN
+ * where it is to be written: with `changed` only where its flag says that it has changed since the last save, or it is about to leave;
+ * EC_CUT_CHANGED where one has the flag, in the cut or not. `members` is all 0 before, and has room for whole extents. Returns how many are in. */
 static int64_t ec_cut_members(const ec_overlay *o, const ec_side *s, int64_t number, ec_plan *const *plans, int64_t plan_count, int changed, uint8_t *members) {
     const ec_table *t = s->table;
     const int passing = s->filter && s->filter->pass.region != EC_PASS_IDLE;
     const uint8_t wanted = changed ? EC_LIVE | EC_CHANGED : EC_LIVE;
-    const uint64_t ones = UINT64_C(0x0101010101010101);
     int64_t found = 0;
-    _Static_assert(EC_LIVE == 1 && EC_CHANGED == 16 && EC_CUT_IN == 1 && EC_CUT_CHANGED == 2, "flags are moved as bits, eight rows at a time");
-    for (int64_t row = 0; row < t->row_limit; row += 8) { /* segments hold multiples of 8 rows */
-        uint64_t flags, marks;
-        memcpy(&flags, ec_table_flags(t, row), sizeof flags);
-        const uint64_t live = flags & ones, live_changed = live & (flags >> 4);
-        marks = (changed ? live_changed : live) | (live_changed << 1);
-        if (marks == 0) continue; /* `members` is all 0, much of it not in memory yet */
-        memcpy(members + row, &marks, sizeof marks);
-        for (int64_t i = 0; passing && i < 8; i++) {
-            if (!(members[row + i] & EC_CUT_IN)) continue;
-            const int64_t key = *ec_table_key(t, row + i);
-            const int64_t slot = *ec_table_flags(t, row + i) & EC_RESIDENT ? ec_index_find(&s->cache.index, key, ec_hash(key)) : -1;
-            if (ec_row_dead_in_training(s, slot, row + i)) members[row + i] &= (uint8_t)~EC_CUT_IN;
+    _Static_assert(EC_LIVE == 1 && EC_CHANGED == 16 && EC_CUT_IN == 1 && EC_CUT_CHANGED == 2 && EC_CUT_LIVE == 4, "flags are moved as bits");
+    for (int64_t first = 0; first < t->row_limit; first += EC_EXTENT_ROWS) {
+        const uint8_t *flags = ec_table_flags(t, first);
+        if (ec_cut_extent_empty(flags)) continue; /* `members` is all 0, much of it not in memory yet */
+        found += ec_cut_extent(flags, !changed, members + first);
+        for (int64_t row = first; passing && row < first + EC_EXTENT_ROWS; row++) {
+            if (!(members[row] & EC_CUT_IN)) continue;
+            const int64_t key = *ec_table_key(t, row);
+            const int64_t slot = *ec_table_flags(t, row) & EC_RESIDENT ? ec_index_find(&s->cache.index, key, ec_hash(key)) : -1;
+            if (!ec_row_dead_in_training(s, slot, row)) continue;
+            members[row] &= (uint8_t) ~(EC_CUT_IN | EC_CUT_LIVE);
+            found--;
         }
     }
     for (int64_t k = 0; k < plan_count; k++)
-        for (int64_t i = 0; i < plans[k]->parts[number].births.size; i++)
-            members[EC_AT(plans[k]->parts[number].births, ec_birth, i).row] &= (uint8_t)~EC_CUT_IN;
+        for (int64_t i = 0; i < plans[k]->parts[number].births.size; i++) {
+            uint8_t *mark = &members[EC_AT(plans[k]->parts[number].births, ec_birth, i).row];
+            found -= *mark & EC_CUT_IN;
+            *mark &= (uint8_t) ~(EC_CUT_IN | EC_CUT_LIVE);
+        }
     for (int64_t i = 0; i < o->records.size; i++) {
         const int64_t row = EC_WHERE(o, i).row;
         if (row < 0 || EC_WHERE(o, i).ghost) continue;
         const uint8_t flags = *ec_table_flags(t, row);
-        if (flags & EC_LIMBO) members[row] = EC_CUT_IN | EC_CUT_CHANGED;
-        else if ((flags & wanted) == wanted) members[row] |= EC_CUT_IN;
-    }
-    for (int64_t row = 0; row < t->row_limit; row += 8) {
-        uint64_t marks;
-        memcpy(&marks, members + row, sizeof marks);
-        found += __builtin_popcountll(marks & ones);
+        uint8_t more = 0;
+        if (flags & EC_LIMBO) more = EC_CUT_IN | EC_CUT_CHANGED | EC_CUT_LIVE;
+        else if ((flags & wanted) == wanted) more = EC_CUT_IN | EC_CUT_LIVE;
+        else if (flags & EC_LIVE) more = EC_CUT_LIVE;
+        found += (more & EC_CUT_IN) > (members[row] & EC_CUT_IN);
+        members[row] |= more;
     }
     return found;
+}
+
+/* Rows of residents in slots begin .. end - 1 that have been used since the last save: each that is live in the cut is now in it, for a save
+ * of what has changed, unless it is already, or has been read. (Slots used after the cut are taken too, as when they were used before is not
+ * known any more: a row that has not been read is as it was.) `rows` is the length of `members`. Returns how many came in. */
+static int64_t ec_cut_list(const ec_side *s, int64_t begin, int64_t end, uint8_t *members, int64_t rows) {
+    enum { AHEAD = 16 };
+    const ec_cache *c = &s->cache;
+    int64_t found = 0;
+    for (int64_t slot = begin; slot < end; slot++) {
+        if (slot + AHEAD < end && c->seats[slot + AHEAD].period >= c->since) EC_PREFETCH_READ(&c->slots[slot + AHEAD]);
+        if (c->seats[slot].period < c->since || c->state[slot] != EC_SLOT_LIVE) continue;
+        const int64_t row = c->slots[slot].row;
+        if (row >= rows || (members[row] & (EC_CUT_IN | EC_CUT_LIVE | EC_CUT_READ)) != EC_CUT_LIVE) continue;
+        members[row] |= EC_CUT_IN;
+        found++;
+    }
+    return found;
+}
+
+/* Rows that have left their slots for a plan's, and had been used since the last save; `rows` has room for the plan's takes. Returns how many. */
+static int64_t ec_cut_left(const ec_side *s, const ec_part *p, int64_t *rows) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < p->takes.size; i++)
+        if (EC_TAKE(p, i).from == EC_FROM_VICTIM && EC_TAKE(p, i).period >= s->cache.since) rows[n++] = EC_TAKE(p, i).before.row;
+    return n;
 }
 
 /* What rows are, and where: the cut's while no finished plan has used them. Writes their keys, where each is now (a slot of the whole
@@ -280,35 +332,47 @@ static int64_t ec_cut_used(const ec_side *s, int64_t *rows) {
     int64_t n = 0;
     for (int64_t slot = 0; slot < s->cache.capacity; slot++) { /* without a branch, which would go either way at random */
         rows[n] = s->cache.slots[slot].row;
-        n += (s->cache.state[slot] == EC_SLOT_LIVE) & (s->cache.seats[slot].period == s->cache.period);
+        n += (s->cache.state[slot] == EC_SLOT_LIVE) & (s->cache.seats[slot].period >= s->cache.since);
     }
     return n;
 }
 
-/* A cut was made: what is used from now on is not in it, nor what unfinished plans use. */
-static void ec_cut_next_period(ec_side *s) {
-    if (++s->cache.period == 0) s->cache.period = 1;
-    for (int64_t slot = 0; slot < s->cache.capacity; slot++)
-        if (s->cache.seats[slot].pins > 0) s->cache.seats[slot].period = s->cache.period;
+/* About how many residents have been used since the last save whose rows are not flagged as changed: of up to `most` slots it is exact, of
+ * more it is reckoned from so many, at equal distances. */
+static int64_t ec_cut_used_about(const ec_side *s, int64_t most) {
+    const ec_cache *c = &s->cache;
+    const int64_t asked = c->capacity < most ? c->capacity : most;
+    int64_t n = 0;
+    for (int64_t i = 0; i < asked; i++) {
+        const int64_t slot = (int64_t)((unsigned __int128)(uint64_t)i * (uint64_t)c->capacity / (uint64_t)asked);
+        if (c->seats[slot].period < c->since || c->state[slot] != EC_SLOT_LIVE) continue;
+        n += !(*ec_table_flags(s->table, c->slots[slot].row) & EC_CHANGED);
+    }
+    return asked == 0 ? 0 : (int64_t)((double)n * (double)c->capacity / (double)asked);
+}
+
+/* A cut was made: what residents are used for from now on is not in it, nor what unfinished plans use. */
+static void ec_cut_next_period(ec_side *s, int64_t t, ec_plan *const *plans, int64_t plan_count) {
+    ec_cache *c = &s->cache;
+    const uint32_t period = ++c->period;
+    for (int64_t k = 0; k < plan_count; k++) {
+        const ec_part *p = &plans[k]->parts[t];
+        for (int64_t i = 0; i < p->touches.size; i++) c->seats[EC_TOUCH(p, i).slot].period = period;
+        for (int64_t i = 0; i < p->hits.size; i++) c->seats[EC_HIT(p, i).slot].period = period;
+        for (int64_t i = 0; p->quick && i < p->takes.size; i++) c->seats[EC_TAKE(p, i).slot].period = period;
+    }
 }
 
 /* ------------------------------------------------------------------------------------------------------------- filter */
 
-/* The numbers of a filter, and its sketch in `young` and `old`, which have ec_sketch_block_bytes() each. */
+/* The numbers of a filter. */
 typedef struct {
     int64_t newest, epoch, cutoff, waiting_cutoff, added, old_added, since;
 } ec_cut_numbers;
 
-static void ec_cut_filter(const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, ec_cut_numbers *numbers, void *young, void *old) {
-    const size_t bytes = ec_sketch_block_bytes(&f->sketch);
+static void ec_cut_filter(const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, ec_cut_numbers *numbers) {
     *numbers = (ec_cut_numbers){f->newest,        f->epoch,           f->pass.cutoff, f->pass.waiting_cutoff,
                                 f->sketch.added, f->sketch.old_added, f->sketch.since};
-    if (bytes > 0) {
-        memcpy(young, f->sketch.young.data, bytes);
-        memcpy(old, f->sketch.old.data, bytes);
-    }
-    ec_sketch copy = f->sketch; /* ec_sketch_set() writes to its young block */
-    copy.young.data = young;
     for (int64_t k = plan_count - 1; k >= 0; k--) {
         const ec_part *p = &plans[k]->parts[t];
         numbers->newest = p->newest_before;
@@ -316,42 +380,31 @@ static void ec_cut_filter(const ec_filter *f, int64_t t, ec_plan *const *plans, 
         numbers->cutoff = p->pass_before.cutoff;
         numbers->waiting_cutoff = p->pass_before.waiting_cutoff;
         if (!p->turned_to) continue;
-        for (int64_t i = p->cells.size - 1; i >= 0; i--) ec_sketch_set(&copy, EC_AT(p->cells, ec_sketch_change, i).at, EC_AT(p->cells, ec_sketch_change, i).before);
         numbers->added = p->turn.added;
         numbers->old_added = p->turn.old_added;
         numbers->since = p->turn.since;
-        if (p->turn.turned && bytes > 0) {
-            memcpy(young, old, bytes);
-            memcpy(old, p->turn.forgotten.data, bytes);
-        }
     }
 }
 
-/* Keys that waited and were not dead: `entries` has room for all of the filter's. Returns how many it holds then. */
-static int64_t ec_cut_waiting(const ec_cut *cut, const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, ec_filter_entry *entries) {
-    const int64_t size = f->entries.size;
+/* Whether waiting keys whose last timestamp is below the cut-off are dead, but for late ones; and how many late ones there may be. */
+static int ec_cut_passing(const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, int64_t *most_late) {
     const ec_index *late;
-    int64_t found = 0;
-    if (size > 0) memcpy(entries, f->entries.data, (size_t)size * sizeof(ec_filter_entry));
-    for (int64_t k = plan_count - 1; k >= 0; k--) {
-        const ec_vec *changes = &plans[k]->parts[t].changes;
-        for (int64_t i = changes->size - 1; i >= 0; i--) {
-            const ec_filter_change *change = &EC_AT(*changes, ec_filter_change, i);
-            if (change->kind == EC_FILTER_ADDED) entries[change->id].count = 0;
-            else entries[change->id] = change->before;
-        }
-    }
     ec_cut_before_sweeps(f, t, plans, plan_count, &late);
-    const ec_pass *pass = plan_count > 0 ? &plans[0]->parts[t].pass_before : &f->pass;
-    for (int64_t id = 0; id < size; id++) {
-        const ec_filter_entry entry = entries[id];
-        if (entry.count <= 0) continue;
-        if (pass->region != EC_PASS_IDLE && entry.last < pass->waiting_cutoff &&
-            (!ec_filter_late(late, entry.key) || ec_filter_late(&cut->waiting, entry.key)))
-            continue;
-        entries[found++] = entry;
-    }
-    return found;
+    *most_late = late->size;
+    return (plan_count > 0 ? &plans[0]->parts[t].pass_before : &f->pass)->region != EC_PASS_IDLE;
+}
+
+/* The late ones, in no order, of which there is room for as many as ec_cut_passing() says. Returns how many. */
+static int64_t ec_cut_late(const ec_cut *cut, const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, int64_t *keys) {
+    const ec_index *late;
+    int64_t n = 0;
+    ec_cut_before_sweeps(f, t, plans, plan_count, &late);
+    for (uint64_t at = 0; at < late->bucket_count; at++)
+        for (uint32_t rest = late->buckets[at].meta & EC_OCCUPANCY; rest; rest &= rest - 1) {
+            const int64_t key = late->buckets[at].keys[__builtin_ctz(rest)];
+            if (!ec_filter_late(&cut->waiting, key)) keys[n++] = key;
+        }
+    return n;
 }
 
 #endif

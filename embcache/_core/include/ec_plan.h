@@ -128,7 +128,7 @@ static inline void ec_row_unmark(ec_table *t, int64_t row) { *ec_table_flags(t, 
 /* The same of a row that leaves its slot, whose seat has `period`: what no save has is now for the table to remember. */
 static inline void ec_row_leave(ec_side *s, int64_t row, uint32_t period) {
     uint8_t *flags = ec_table_flags(s->table, row);
-    *flags = (uint8_t)((*flags & ~EC_RESIDENT) | (period == s->cache.period ? EC_CHANGED : 0));
+    *flags = (uint8_t)((*flags & ~EC_RESIDENT) | (period >= s->cache.since ? EC_CHANGED : 0));
 }
 
 /* Evicts a resident key that a sweep up to `step` has killed from slot, index and host table. EC_NOMEM changes nothing. */

@@ -401,10 +401,9 @@ class SaveJob:
             if part.filter is not None:
                 part.filter.look()
             if part.left or part.unlisted:
-                rows = touched_rows(manager.planner, plan, part.t)
-                if part.unlisted:
-                    rows = np.concatenate((rows, left_rows(manager.planner, plan, part.t)))
-                self._keep(part, rows)
+                if part.unlisted:  # noted and not read: what has left its slot may be on its way home yet
+                    part.ahead(left_rows(manager.planner, plan, part.t))
+                self._keep(part, touched_rows(manager.planner, plan, part.t))
 
     def _keep(self, part: Part, rows: np.ndarray) -> None:
         rows = part.take(part.ahead(rows))

@@ -104,7 +104,9 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
     axes.set_yticks(range(len(shown)), [s.target.text for s in reversed(shown)], fontsize=7)
     axes.set_xlabel("measured / floor (grey: from the floor to the stretch)", fontsize=8)
     axes.margins(x=0.12)
-    with rc_context({"svg.hashsalt": "embcache", "svg.fonttype": "none"}):  # the same picture for the same figures; text as text
+    with rc_context(
+        {"svg.hashsalt": "embcache", "svg.fonttype": "none"}
+    ):  # the same picture for the same figures; text as text
         figure.savefig(path, metadata={"Date": None})
 
 

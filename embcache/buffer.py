@@ -168,8 +168,10 @@ class HbmBuffer:
             return
         with self.backend.stream(side):
             self.backend.wait(self._used)
-            yield
-            self._moved = self.backend.event()
+            try:
+                yield
+            finally:
+                self._moved = self.backend.event()
 
     def await_moves(self) -> None:
         """Let later work of the current stream see all rows that were moved on the side stream."""

@@ -596,7 +596,7 @@ class EmbCacheManager(Savable):
             It is not the newest outstanding plan, or rows were changed by hand since: finish it then.
         """
         plan = self._own(info)
-        with self.door.planning:
+        with self.door.planning, self.buffer.moving():
             self.planner.take_back(plan)
             try:
                 self._mover.back(plan, info.moved(plan.swap_out_slots, plan.swap_out_offsets))
@@ -705,6 +705,7 @@ class EmbCacheManager(Savable):
                 return
             if plan.state == "planned":
                 self._swap_out(plan)
+            self._mover.land()  # whoever called has passed the door: a plan that evicts, a flush, a cut, another buffer come next
             if plan.state == "swapped_out":
                 self._swap_in(plan)
             if plan.state == "swapped_in":  # not so where a signal came before the next statement but one

@@ -7,7 +7,7 @@ whose backward updates the rows (`embcache.fused`). Any other forward only reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -382,9 +382,12 @@ class EmbeddingBagCollection(CachedCollection):
     def pool(self, features: Any) -> torch.Tensor:
         """The values of `forward`, (B, sum of dims)."""
         layout = self._manager.layout
-        inverse = inverse_for(features, layout.output_features)
+        inverse = self._inverse_for(features)
         values = self._train(features) if self._training_now() else self._read(features)
         return values if inverse is None else spread(values, inverse, layout.output_features, layout.output_dims)
+
+    def _inverse_for(self, features: Any) -> Mapping[str, torch.Tensor] | None:
+        return inverse_for(features, self._manager.layout.output_features)
 
     def _train(self, features: Any) -> torch.Tensor:
         info = self._plan(features)

@@ -24,7 +24,7 @@ from ._core.plan import Plan
 from ._core.swap import SwapManager
 from ._core.table import Table
 from .buffer import HbmBuffer
-from .hostmemory import Event, StagingBlock
+from .hostmemory import DONE, Event, StagingBlock
 from .layout import FlatBatch
 
 __all__ = ["Mover"]
@@ -93,7 +93,7 @@ class Mover:
         """
         moves = self._bound()
         if not moves.direct:
-            if self._leaving is not None and self._leaving.event.query():
+            if moves.under_way and self._leaving is not None and self._leaving.event.query():
                 moves.arrive()
             self._stage(self._room_bytes)
             assert self._staged is not None
@@ -128,18 +128,24 @@ class Mover:
         if len(plan.swap_out_rows) == 0:
             return
         moves.prepare(plan)
-        backend, stack = self._buffer.backend, ExitStack()
-        block = stack.enter_context(backend.staging((moves.block_needed(plan, out=True),), np.uint8))
-        slots = backend.to_device(plan.swap_out_slots)
-        event = backend.download(
-            [
-                (array, slots[first : first + rows], _view(block.tensor, at, rows, array))
-                for array, at, first, rows in self._pieces(plan, True)
-            ]
-        )
-        self._leaving = Leaving(stack, event)
-        moves.depart(plan, block.array)
+        backend, leaving = self._buffer.backend, Leaving(ExitStack(), DONE)
+        # Before the device is asked, so that what an interrupt leaves is seen to at the next entry.
+        self._leaving = leaving
         self._door.transit = self
+        try:
+            block = leaving.stack.enter_context(backend.staging((moves.block_needed(plan, out=True),), np.uint8))
+            slots = backend.to_device(plan.swap_out_slots)
+            self._buffer.await_moves()
+            leaving.event = backend.download(
+                [
+                    (array, slots[first : first + rows], _view(block.tensor, at, rows, array))
+                    for array, at, first, rows in self._pieces(plan, True)
+                ]
+            )
+            moves.depart(plan, block.array)
+        except BaseException:
+            backend.synchronize()  # the block may be somebody else's next
+            raise
 
     def into(self, plan: Plan, slots: np.ndarray | None = None) -> None:
         """The rows of ``swap_in_*`` come into their slots, which are `slots` now if not where the plan says.
@@ -186,8 +192,8 @@ class Mover:
         leaving, moves = self._leaving, self._moves
         if leaving is None:
             return
+        leaving.event.synchronize()
         if moves.under_way:
-            leaving.event.synchronize()
             moves.arrive()
             moves.serve()
             moves.land()
@@ -222,6 +228,7 @@ class Mover:
         part = StagingBlock(block.array[:used], block.tensor[:used])
         memory = backend.upload(part)
         block.pending = part.pending
+        self._buffer.await_moves()  # the caller's stream may not be that of earlier moves
         slots = memory[: 8 * (len(plan.swap_out_rows) if back else len(plan.swap_in_rows))].view(torch.int64)
         for array, at, first, rows in self._pieces(plan, back):
             backend.scatter_rows(array, slots[first : first + rows], _view(memory, at, rows, array))

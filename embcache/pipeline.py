@@ -18,7 +18,7 @@ from torch import nn
 
 from ._core.threads import process_number_of, this_process
 from .batches import Chooser, to_device
-from .errors import ClosedError, ConfigError, ForkError, PlanError, shown, whole_number
+from .errors import ClosedError, ConfigError, EmbCacheError, ForkError, PlanError, shown, whole_number
 from .modules import CachedCollection
 from .stages import Batch, Flow, Source, not_the_end
 from .timeline import STAGES, WAITS, Timeline
@@ -37,6 +37,10 @@ def _stop_at_exit() -> None:
     """Threads that run into the end of the interpreter may die anywhere, also inside foreign code that cannot bear it."""
     for flow in list(_flows):
         if flow.process == this_process():
+            if (
+                flow.others is not None and flow.alive
+            ):  # a process that an exception ends, say: nobody else has told them
+                flow.others.fail(ClosedError("its process ends with an open pipeline"))
             flow.stop(PATIENCE_AT_EXIT_S)
 
 
@@ -152,6 +156,7 @@ class TrainPipeline:
         self._flow = Flow(collections, most, ahead, features, where)
         self._closed = self._closing = False
         self._trainer: int | None = None
+        self._raised = 0  # id of what the last step has raised: other ranks know of it
         self._at_start = self._counters()
         _flows.add(self._flow)
         # Whoever collects the garbage may be inside any lock, so nobody is waited for.
@@ -195,6 +200,9 @@ class TrainPipeline:
         self._trainer = thread
         try:
             return self._next_step(iterator)
+        except BaseException as error:
+            self._raised = id(error)
+            raise
         finally:
             self._trainer = None
             if self._closing:
@@ -204,11 +212,11 @@ class TrainPipeline:
         """`progress` of a training batch."""
         flow = self._flow
         self._end_given_up()
+        flow.frozen = frozenset(path for path, part in flow.collections.items() if not part.training)
         if flow.source is None or flow.source.iterator is not iterator:
             if flow.source is not None:
                 self._fill(flow.source)
             flow.source = Source(iterator)
-        flow.frozen = frozenset(path for path, part in flow.collections.items() if not part.training)
         flow.start()
         flow.load_bell.ring()
         flow.plan_bell.ring()
@@ -232,6 +240,8 @@ class TrainPipeline:
         flow = self._flow
         flow.filling = True
         try:
+            flow.start()  # an interrupt may have left a source that no thread knows of
+            flow.load_bell.ring()
             while not flow.is_ahead(source):
                 self._check_going()
                 flow.ready_bell.wait()
@@ -328,6 +338,9 @@ class TrainPipeline:
                 return _pair(self.forward(batch), "model(batch)")
         except StopIteration as error:
             raise not_the_end(error, "model(batch)") from error
+        except EmbCacheError as error:
+            self._raised = id(error)  # a batch that all ranks have passed over
+            raise
         finally:
             flow.timeline.stop("evaluate", flow.done, start)
 
@@ -456,7 +469,15 @@ class TrainPipeline:
     def __enter__(self) -> TrainPipeline:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        others = self._flow.others
+        if (
+            others is not None
+            and error is not None
+            and not isinstance(error, StopIteration)
+            and id(error) != self._raised
+        ):
+            others.fail(error)  # else closing waits for ranks that wait for this one's next step
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -155,12 +155,11 @@ class Part:
         planner = self.manager.planner
         begin, count = list_slots(planner, self.t, begin, most, self.members)
         self._list(count)
-        if begin < 0:
-            for plan in planner.outstanding:
-                rows = self._unlisted(left_rows(planner, plan, self.t))
-                self.members[rows] |= IN
-                self._list(len(rows))
-            self.unlisted = False
+        for (
+            plan
+        ) in planner.outstanding:  # each time: one that is cancelled gives rows back to slots that were looked at
+            self.ahead(left_rows(planner, plan, self.t))
+        self.unlisted = begin >= 0
         return begin
 
     def _list(self, count: int) -> None:
@@ -277,6 +276,7 @@ class SaveJob:
         self.others = others
         self.generation = generation
         self.begun = self._settled = False
+        self._writes = others is None  # whether the copies become fewer without other ranks
         self.rows_written = 0
         self.not_pruned: Exception | None = None
         self.done = Latch()
@@ -351,6 +351,7 @@ class SaveJob:
         self.begun = True
         if self.others is not None:
             self.others.settle("save", "a save", None)
+            self._writes = True
 
     # ----------------------------------------------------------------------------------------------- ahead of training
 
@@ -420,6 +421,8 @@ class SaveJob:
         while True:
             with self._room:
                 if self._held <= KEPT_BYTES or self._failure is not None or self.done.is_open:
+                    return
+                if not self._writes:  # others may be behind a plan that waits for this one
                     return
                 less = self._less
             less.wait()
@@ -614,8 +617,8 @@ class SaveJob:
         """The sketch, which changes the fastest, then the keys that wait. Before the rows: what is read need not be kept."""
         more = True
         while more:
-            self._check()
             with part.manager.door:
+                self._check()  # in here: once it has failed nobody keeps what is about to be freed
                 more = state.read_sketch(PIECE_SKETCH)
             self._rest()
         for name, cells in state.sketches.items():
@@ -624,8 +627,8 @@ class SaveJob:
         state.sketches.clear()
         late: np.ndarray | None = np.empty(0, np.int64)
         while late is not None or not state.waiting_read:
-            self._check()
             with part.manager.door:
+                self._check()
                 keys, counts, last = state.read(PIECE_ENTRIES)
             if late is not None or len(keys):
                 writer.write_filter(part.description, keys, counts, last, late=late, numbers=state.numbers)

@@ -263,6 +263,10 @@ def _agree(where: str, managers: Mapping[str, EmbCacheManager], delta: bool, oth
         names: list[str] = []
         full = 0
         with Doors(manager.door for manager in managers.values()):
+            now = _last(where, managers) if delta else None
+            if now != last:  # a save in the background, for which these doors have waited, has ended meanwhile
+                last = now
+                parent = None if last is None else parent_at(where, last[0], created=last[1], world=others.world)
             for module, manager in managers.items():
                 manager.complete_abandoned()
                 for t in range(len(manager.host_tables)):

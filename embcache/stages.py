@@ -15,6 +15,7 @@ import contextlib
 import logging
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -201,6 +202,8 @@ class Flow:
         self.load_bell, self.plan_bell, self.ready_bell = Bell(), Bell(), Bell()
         self.others = _others_of(collections)
         self._parted = {"load": False, "plan": False}  # no more turns with the others
+        self._parts_alike = True  # whether all ranks' last loaded batches go to the same collections
+        self._frozen_somewhere: set[str] = set()  # at the planner's last turn
         self._ended: Source | None = None
         self._threads: list[threading.Thread] = []
         self._once = threading.Lock(), threading.Lock()
@@ -302,10 +305,16 @@ class Flow:
 
     # ------------------------------------------------------------------------------------------------ with other ranks
 
-    def _turn(self, thread: str, state: int) -> list[int]:
+    def _turn(self, thread: str, state: int, parts: int = 0) -> list[int]:
         """Tell the other ranks how it stands, and hear how with them. Who closes its pipeline says so once, and nobody takes turns then."""
         assert self.others is not None
-        states: list[int] = self.others.turn(thread, state)
+        if thread == "load":
+            said = self.others.turn(thread, state, parts)
+            self._parts_alike = len({one[1] for one in said if one[0] == GOES_ON}) <= 1
+        else:
+            said = self.others.turn(thread, state, *(path in self.frozen for path in self.collections))
+            self._frozen_somewhere = {path for k, path in enumerate(self.collections, 1) if any(one[k] for one in said)}
+        states: list[int] = [one[0] for one in said]
         if CLOSING in states:
             self._parted[thread] = True
             if not self.closing:
@@ -327,8 +336,8 @@ class Flow:
             batch.goes_on = not batch.last and batch.error is None
             return
         state = ENDED if batch.is_end else BROKEN if batch.last else GOES_ON if batch.error is None else FAILED
-        states = self._turn("load", state)
-        if max(states) == GOES_ON:
+        states = self._turn("load", state, zlib.crc32("\n".join(path for path, *_ in batch.parts).encode()))
+        if max(states) == GOES_ON and self._parts_alike:
             batch.goes_on = True
             return
         self._withdraw(batch)
@@ -337,6 +346,11 @@ class Flow:
             batch.last = batch.last or ENDED in states or CLOSING in states
         elif ENDED in states or CLOSING in states:
             batch.number, batch.last = self.pulled, True
+        elif max(states) == GOES_ON:
+            batch.error = RankRefusedError(
+                f"this batch goes to the collections {[path for path, *_ in batch.parts]!r} on rank {self.others.rank}, and to others on another "
+                "rank; all ranks' batches have the same features, also empty ones"
+            )
         else:
             rank = next(r for r, one in enumerate(states) if one in (FAILED, BROKEN))
             batch.error = RankRefusedError(
@@ -443,9 +457,11 @@ class Flow:
 
     def _plan(self, batch: Batch) -> bool:
         """Plan a batch and move its rows; False where the pipeline is closing."""
+        # Over ranks as all have it at this batch: their callers may be at different steps when they freeze a collection.
+        frozen = self.frozen if self.others is None else self._frozen_somewhere
         try:
             for (path, value, flat), (_, notice) in zip(batch.parts, batch.notices, strict=True):
-                if path in self.frozen:
+                if path in frozen:
                     if notice is not None:
                         self.collections[path].manager.withdraw(notice)
                     continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from ..config import OptimizerSpec, TableConfig
 from ..devices import Emulated
 from ..errors import ConfigError, HbmCapacityError, shown
-from ..features import as_jagged_features
+from ..features import as_jagged_features, inverse_for
 from ..layout import FlatBatch
 from ..manager import DEFAULT_OPTIMIZER
 from ..modules import CachedCollection, EmbeddingBagCollection, EmbeddingCollection, ReadOnlyPooling
@@ -118,6 +118,8 @@ class ShardedCollection(CachedCollection):
 
     def prepare(self, features: Any) -> Any:
         """A batch made ready for `plan_ahead`, by any thread: nothing is sent."""
+        if self.pooled:
+            inverse_for(features, self._manager.layout.output_features)
         return self.exchange.pack(self._manager.layout.flatten(as_jagged_features(features)))
 
     def plan_ahead(
@@ -169,9 +171,10 @@ class ShardedCollection(CachedCollection):
     def _prepared(self, features: Any) -> Parcel | BaseException:
         """`prepare`, or what is wrong with the batch: the others must hear of it."""
         try:
-            return self.exchange.pack(self._manager.layout.flatten(as_jagged_features(features)))
+            prepared: Parcel = self.prepare(features)
         except Exception as error:
             return error
+        return prepared
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -245,6 +248,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     """
 
     pooled = True
+
+    def _inverse_for(self, features: Any) -> Mapping[str, torch.Tensor] | None:
+        try:
+            return super()._inverse_for(features)
+        except Exception:
+            if self._feed is not None and self._training_now():
+                raise  # the step fails, and all ranks hear of it
+            return None  # `_prepared` finds the same, and the others hear of it
 
     def _train(self, features: Any) -> torch.Tensor:
         info = self._plan(features)

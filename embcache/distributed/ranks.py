@@ -28,6 +28,8 @@ __all__ = ["LOOK_S", "Channel", "Ranks"]
 LOOK_S = 1.0
 NOTE = "embcache/failed"
 CHANNELS = ("load", "plan", "train", "save")
+DEVICES = {"nccl": "cuda", "hccl": "npu"}
+POLL_S = 1e-4
 
 
 class Channel:
@@ -45,7 +47,7 @@ class Channel:
         self.bytes_sent = 0  # to other ranks; what is kept here does not travel
         self._busy = threading.Lock()
 
-    def _wait(self, what: str, start: Any) -> None:
+    def _wait(self, what: str, start: Any, on_device: bool = False) -> None:
         """Start a collective and wait for it; `RankError` where it cannot end."""
         ranks = self.ranks
         ranks.check()
@@ -55,11 +57,20 @@ class Channel:
                 work = start()
                 while True:
                     try:
-                        work.wait(timedelta(seconds=LOOK_S))
-                        return
+                        if on_device:  # there a wait that times out aborts the communicator
+                            ends = time.monotonic() + LOOK_S
+                            while not work.is_completed() and time.monotonic() < ends:
+                                time.sleep(POLL_S)
+                            if work.is_completed():
+                                work.wait()
+                                return
+                        else:
+                            work.wait(timedelta(seconds=LOOK_S))
+                            return
                     except RuntimeError:
                         if work.is_completed():
-                            raise
+                            work.wait()  # raises what it has failed with; else it has ended just after the time was up
+                            return
                     ranks.look(what)
                     if time.monotonic() - began > ranks.timeout_s:
                         raise RankError(
@@ -89,6 +100,7 @@ class Channel:
             lambda: dist.all_to_all_single(
                 out, data.contiguous(), list(received), list(sent), group=self.group, async_op=True
             ),
+            on_device=not data.is_cpu,
         )
         return out
 
@@ -133,7 +145,7 @@ class Ranks:
     process_group : ProcessGroup, optional
         Default: that of all ranks. Without ``torch.distributed`` this process is the only rank.
     timeout_s : float
-        How long a rank may keep the others waiting, at most.
+        How long a rank may keep the others waiting, at most; of several for one process group the shortest counts.
 
     Attributes
     ----------
@@ -176,7 +188,7 @@ class Ranks:
                 group = dist.new_group(
                     members,
                     timeout=timedelta(seconds=timeout_s),
-                    backend=self.backend if name == "train" else "gloo",
+                    backend=_for_training(self.backend) if name == "train" else "gloo",
                     use_local_synchronization=part,
                 )
             setattr(self, name, Channel(self, name, group))
@@ -191,15 +203,16 @@ class Ranks:
         key = process_group if process_group is not None else dist.group.WORLD
         for group, ranks in cls._known:
             if group is key:
+                ranks.timeout_s = min(ranks.timeout_s, timeout_s)
                 return ranks
         made = cls(process_group, timeout_s)
         cls._known.append((key, made))
         return made
 
-    def turn(self, thread: str, state: int) -> list[int]:
-        """Tell the others a state, on the channel ``"load"`` or ``"plan"``; returns that of all ranks."""
+    def turn(self, thread: str, state: int, *more: int) -> list[list[int]]:
+        """Tell the others a state, and as many numbers more on each, on the channel ``"load"`` or ``"plan"``; returns those of all ranks."""
         channel: Channel = getattr(self, thread)
-        return [one for (one,) in channel.gather("the next batch", [state])]
+        return channel.gather("the next batch", [state, *more])
 
     def settle(self, thread: str, what: str, error: BaseException | None) -> None:
         """Agree that all have done a thing; else raise `error`, or `RankRefusedError` for that of another rank.
@@ -277,3 +290,8 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"Ranks(rank={self.rank}, world={self.world})"
+
+
+def _for_training(backend: str) -> str:
+    """The backend of who computes: rows on a device by its own, and what is in host memory (headers, evaluation's keys) by gloo."""
+    return f"cpu:gloo,{DEVICES[backend]}:{backend}" if backend in DEVICES else backend

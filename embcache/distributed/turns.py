@@ -73,6 +73,6 @@ def together(batches: Iterable[T], process_group: Any = None) -> Iterator[T]:
         except BaseException as error:
             ranks.fail(error)
             raise
-        if ENDED in ranks.turn("load", state):
+        if [ENDED] in ranks.turn("load", state):
             return
         yield batch  # type: ignore[misc]

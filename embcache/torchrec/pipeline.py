@@ -189,8 +189,8 @@ class EmbCacheTrainPipelineSparseDist:
     def __enter__(self) -> EmbCacheTrainPipelineSparseDist:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._pipe.__exit__(kind, error, trace)
 
 
 def _check_interval(parts: dict[str, CachedCollection], interval: int) -> None:

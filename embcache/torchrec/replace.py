@@ -256,7 +256,7 @@ def _state(old: Any, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> tu
             (
                 state
                 for key, state in old.fused_optimizer().state_dict()["state"].items()
-                if key.endswith(f"{name}.weight")
+                if key.rpartition(".weight")[0].rpartition(".")[2] == name  # "item" is no end of "new_item"
             ),
             {},
         )

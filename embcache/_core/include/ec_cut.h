@@ -255,11 +255,14 @@ static int64_t ec_cut_list(const ec_side *s, int64_t begin, int64_t end, uint8_t
     return found;
 }
 
-/* Rows that have left their slots for a plan's, and had been used since the last save; `rows` has room for the plan's takes. Returns how many. */
+/* Rows that have left their slots for a plan's, and had been used since the last save, and those of residents that it has evicted, whose
+ * slots say nothing any more; `rows` has room for ec_cut_most_touched(). Returns how many. */
 static int64_t ec_cut_left(const ec_side *s, const ec_part *p, int64_t *rows) {
     int64_t n = 0;
     for (int64_t i = 0; i < p->takes.size; i++)
         if (EC_TAKE(p, i).from == EC_FROM_VICTIM && EC_TAKE(p, i).period >= s->cache.since) rows[n++] = EC_TAKE(p, i).before.row;
+    for (int64_t i = 0; i < p->deaths.size; i++)
+        if (EC_DEATH(p, i).kill.slot != EC_NO_SLOT) rows[n++] = EC_GONE(&s->cache, EC_DEATH(p, i).kill.limbo).row;
     return n;
 }
 

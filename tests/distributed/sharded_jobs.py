@@ -67,6 +67,20 @@ def save_part_way(rank: int, world: int, case: Case, path: str, at: int, delta: 
     return generation, saved, after
 
 
+def save_again_at_once(rank: int, world: int, case: Case, path: str) -> Any:
+    """Two deltas of which the first is being written when the second begins; returns the state at the second."""
+    module = make(case)
+    train(case, module, rank, world, range(3))
+    module.save(path)
+    train(case, module, rank, world, range(3, 5))
+    module.save(path, delta=True, background=True, state={"done": 5})
+    train(case, module, rank, world, range(5, 6))
+    saved = state_of(module.manager)
+    module.save(path, delta=True, state={"done": 6})
+    module.close()
+    return saved
+
+
 def go_on(rank: int, world: int, case: Case, path: str) -> Any:
     """Restore the newest generation, and train to the end."""
     module = make(case)

@@ -18,6 +18,7 @@ from sharded_jobs import (
     fall,
     go_on,
     pipeline,
+    save_again_at_once,
     save_part_way,
     take_together,
     unlike,
@@ -83,6 +84,16 @@ def test_i10_a_generation_of_some_ranks_restores_into_others(
         same(joined([answer[1] for answer in answers]), joined([one[1] for one in saved]))
         same(joined([answer[2] for answer in answers]), state)
         assert {answer[3] for answer in answers} == {case.steps}
+
+
+def test_i10_a_delta_that_begins_while_another_is_written_names_it_as_its_parent(
+    crews: dict[int, Crew], tmp_path: Path
+) -> None:
+    case = Case(34, kind="time", optimizer="Adam")
+    path = str(tmp_path / "saved")
+    saved = crews[2].run(save_again_at_once, case, path)
+    answers = crews[2].run(go_on, case, path)
+    same(joined([answer[1] for answer in answers]), joined(saved))
 
 
 def test_a_bad_batch_on_one_rank_is_passed_over_by_all(crews: dict[int, Crew]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,3 +160,28 @@ def test_whoever_looks_finds_rows_at_home(monkeypatch: pytest.MonkeyPatch) -> No
         assert left.tobytes() == right.tobytes()
     assert seen["waited"] > 0, seen
     collection.close()
+
+
+def test_rows_that_an_abandoned_plan_sends_home_are_there_before_the_tables_close(tmp_path: Path) -> None:
+    """They leave behind the manager's door, so that nobody's entry lands them."""
+    table = ec.TableConfig("f", 4, directory=tmp_path / "f", hbm_rows=12)
+    manager = ec.EmbCacheManager([table], optimizer=ec.SGD(lr=1.0))
+    device = Emulated(math.inf, SLOW_GBPS, 0.0)
+    manager.backend = device
+    manager.buffer.move(device)
+
+    def plan(first: int) -> Any:
+        return manager.plan(ec.JaggedFeatures(["f"], list(range(first, first + 6)), [6]))
+
+    for first in (0, 6):
+        info = plan(first)
+        manager.swap_out(info)
+        manager.swap_in(info)
+        manager.buffer.weights[0][info.slots] = float(first + 1)
+        manager.finish(info)
+    one, _ = plan(12), plan(6)
+    manager.abandon(one)  # not the newest: it has to be completed, and sends the trained rows of 0 to 5 home
+    manager.close()
+    with ec.EmbCacheManager([table], optimizer=ec.SGD(lr=1.0)) as again:
+        found = again.table("f").lookup(np.arange(12), insert=False)
+    assert (found == np.repeat([1.0, 7.0], 6)[:, None]).all()

@@ -128,6 +128,23 @@ def test_fused_modules_are_converted_too(kind: Any) -> None:
         torch.testing.assert_close(rows(ours, name.split(".")[1], len(weight)), weight, rtol=1e-5, atol=1e-6)
 
 
+def test_momentum_goes_to_the_table_of_that_very_name() -> None:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=8, embedding_dim=4, feature_names=[feature])
+        for name, feature in (("new_item", "f"), ("item", "g"))
+    ]
+    stock = FusedEmbeddingBagCollection(tables, torch.optim.Adagrad, {"lr": 0.1})
+    for batch in BATCHES[:2]:
+        (stock(batch).values() ** 2).sum().backward()
+    ours = replace_embeddings(stock).model
+    for module in (stock, ours):
+        for batch in BATCHES[:2]:
+            (module(batch).values() ** 2).sum().backward()
+    for name, weight in stock.state_dict().items():
+        torch.testing.assert_close(rows(ours, name.split(".")[1], 8), weight, rtol=1e-5, atol=1e-6)
+
+
 def test_half_precision_is_copied_bit_for_bit() -> None:
     config = EmbeddingBagConfig(
         name="t", num_embeddings=30, embedding_dim=4, feature_names=["f"], data_type=DataType.FP16

@@ -25,6 +25,7 @@ end therefore frees nothing, and its parent's does.
 Thread safety: none of its own; the table's lock covers it.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -119,15 +120,19 @@ def _file_error(str owner, str path, str doing, int number, int64_t need=0, bint
         return DiskFullError(number, f"{owner}: {doing} needs {wanted}, and {have}{limit}; nothing has changed: free some and try again", path)
     if opening and number in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EEXIST, errno.ELOOP):
         return ConfigError(f"{owner}: directory {path!r}: {doing}: {reason}; give the path of a directory, or of one to make inside an existing one")
+    if number in (errno.EMFILE, errno.ENFILE):
+        reason += "; a table in files keeps two descriptors: raise the limit of open files (ulimit -n), or close tables"
     return StorageError(number, f"{owner}: {doing}: {reason}", path)
 
 
 cdef int _give_up(Directory directory) except -1:
     """After a failed start: leave nothing behind that was not there."""
     if directory.made and directory.locked:
-        for name in os.listdir(directory.backing.folder):
-            os.unlink(name, dir_fd=directory.backing.folder)
-        os.rmdir(directory.path)
+        for name in _OWN:  # by name: to list them takes a descriptor, and there may be none left
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=directory.backing.folder)
+        with contextlib.suppress(OSError):
+            os.rmdir(directory.path)
     directory.drop()
     return 0
 

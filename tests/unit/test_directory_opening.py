@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -101,3 +102,27 @@ def test_a_pickled_table_whose_directory_is_gone_is_not_a_new_one(tmp_path: Path
     with pytest.raises(ConfigError, match=f"'t': directory '{place}' holds no table.*copy"):
         pickle.loads(packed)
     assert not list(tmp_path.glob("rows/*")) and place.exists() == (how == "emptied")
+
+
+CROWD = """
+import os, resource, sys
+from embcache import EmbTable, StorageError
+place, tables = sys.argv[1], []
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    while True:
+        tables.append(EmbTable("t", 4, directory=f"{place}/{len(tables)}"))
+except StorageError as error:
+    for table in tables:
+        table.close()
+    print(error.errno, len(tables), len(os.listdir(place)), "ulimit -n" in str(error))
+"""
+
+
+@pytest.mark.parametrize("most", [24, 25, 26, 27])
+def test_a_table_for_which_no_descriptor_is_left_leaves_nothing(tmp_path: Path, most: int) -> None:
+    command = [sys.executable, "-c", CROWD, str(tmp_path), str(most)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    number, made, there, remedy = found.stdout.split() or [found.stderr]
+    assert (int(number), remedy) == (errno.EMFILE, "True")
+    assert int(made) == int(there) > 0

@@ -6,6 +6,7 @@ What is restored has the bits of an uninterrupted run after as many batches, who
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -50,7 +51,7 @@ class Refusing(Files):
 
 def through(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have managers save through these calls."""
-    monkeypatch.setattr(savejob, "Writer", lambda path: Writer(path, files=files))
+    monkeypatch.setattr(savejob, "Writer", functools.partial(Writer, files=files))
     monkeypatch.setitem(prune_after.__globals__, "prune", lambda path, keep: prune(path, keep, files=files))
 
 

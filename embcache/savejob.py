@@ -1,7 +1,7 @@
 """A save in progress: the cut, what training is about to change, and the sweep that writes the rest.
 
 At the cut, between two steps and inside the doors of all managers, a save copies the flags of the host rows (a byte a row), which say
-what is in it, copies what is small (filters, erased keys, the optimizers' numbers), and has the tables count changes anew. Then training goes
+what is in it, copies what is small (erased keys, the optimizers' numbers), and has the tables count changes anew. Then training goes
 on. Which residents have changed since the last save a delta finds out afterwards, slot by slot. Rows
 are known by their place in the host table, which they keep while they live, wherever their values are at the moment. A row is
 as it was at the cut until a batch that uses it may train, and that is not before its plan has brought its rows in; or until its key

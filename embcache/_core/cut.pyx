@@ -61,8 +61,8 @@ def trained_step(SwapManager planner not None):
         planner.leave()
 
 
-def touched_rows(SwapManager planner not None, Plan plan not None, table):
-    """Host rows that an unfinished plan uses, and those whose keys it has evicted: int64[n]."""
+cdef _rows_of(SwapManager planner, Plan plan, table, bint left):
+    """Host rows of an unfinished plan, int64[n]: see `touched_rows` and `left_rows`."""
     cdef int64_t t, count
     cdef int64_t[::1] view
     cdef ec_part *part
@@ -74,29 +74,23 @@ def touched_rows(SwapManager planner not None, Plan plan not None, table):
         rows = np.empty(ec_cut_most_touched(part) + 1, np.int64)
         view = rows
         with nogil:
-            count = ec_cut_touched(&planner.work.sides[t], part, &view[0])
+            if left:
+                count = ec_cut_left(&planner.work.sides[t], part, &view[0])
+            else:
+                count = ec_cut_touched(&planner.work.sides[t], part, &view[0])
         return rows[:count]
     finally:
         planner.leave()
+
+
+def touched_rows(SwapManager planner not None, Plan plan not None, table):
+    """Host rows that an unfinished plan uses, and those whose keys it has evicted: int64[n]."""
+    return _rows_of(planner, plan, table, False)
 
 
 def left_rows(SwapManager planner not None, Plan plan not None, table):
-    """Host rows, int64[n], that left their slots for an unfinished plan's and had been used since the last save."""
-    cdef int64_t t, count
-    cdef int64_t[::1] view
-    cdef ec_part *part
-    planner.enter()
-    try:
-        t = planner.table_number(table)
-        planner.unfinished.index(plan)  # else it has no records
-        part = &plan.plan.parts[t]
-        rows = np.empty(ec_cut_most_touched(part) + 1, np.int64)
-        view = rows
-        with nogil:
-            count = ec_cut_left(&planner.work.sides[t], part, &view[0])
-        return rows[:count]
-    finally:
-        planner.leave()
+    """Host rows, int64[n], that left their slots for an unfinished plan's, or were evicted by it, and had been used since the last save."""
+    return _rows_of(planner, plan, table, True)
 
 
 def sweeping(SwapManager planner not None, table):

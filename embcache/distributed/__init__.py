@@ -1,4 +1,4 @@
-"""Tables that many ranks share, on ``torch.distributed``: gloo on CPU, nccl or hccl on devices.
+"""Tables that many ranks share, on ``torch.distributed``: gloo on CPU. With nccl or hccl nobody has run them yet.
 
 ::
 

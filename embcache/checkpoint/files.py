@@ -131,10 +131,12 @@ class Files:
         try:
             return os.pwritev(descriptor, views, offset)
         except OSError as error:
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            if error.errno not in _UNSUPPORTED or not flags & os.O_DIRECT:
+            if error.errno not in _UNSUPPORTED:
                 raise
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # this medium wants it otherwise: as without
+            # This medium wants direct writes otherwise: as without. The flag tells nothing of the call that failed, for another
+            # thread may have cleared it since; a call that never was direct fails a second time, and says why.
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             return os.pwritev(descriptor, views, offset)
 
     def truncate(self, descriptor: int, length: int, path: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -202,6 +204,34 @@ def test_chunks_that_are_written_in_threads_come_back(
     wanted: Model = {}
     remember(wanted, columns)
     assert read_all(tmp_path, "t") == wanted
+
+
+def test_a_direct_write_that_is_refused_once_another_thread_has_given_up_direct_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads write one file: the second to be refused finds the flag cleared, and has to try again all the same."""
+    files = Files()
+    path = str(tmp_path / "file")
+    descriptor = files.create(path)
+    write = os.pwritev
+    refused = []
+
+    def refuse_once(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        if not refused:
+            refused.append(offset)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(descriptor, views, offset)
+
+    monkeypatch.setattr("os.pwritev", refuse_once)
+    try:
+        files.bypass_cache(descriptor, path)
+        files.write(descriptor, [b"12345"], 0, path)
+        assert refused and Path(path).read_bytes() == b"12345"
+        with pytest.raises(OSError, match="Invalid argument"):
+            files.write_some(descriptor, [memoryview(b"1")], -1, path)  # never to be accepted: not tried for ever
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("threads", [True, False])

@@ -229,7 +229,7 @@ def test_a_direct_write_that_is_refused_once_another_thread_has_given_up_direct_
         files.write(descriptor, [b"12345"], 0, path)
         assert refused and Path(path).read_bytes() == b"12345"
         with pytest.raises(OSError, match="Invalid argument"):
-            files.write_some(descriptor, [memoryview(b"1")], -1, path)  # never to be accepted: not tried for ever
+            files.write_some(descriptor, [memoryview(b"1")], -2, path)  # never to be accepted: not tried for ever
     finally:
         os.close(descriptor)
 

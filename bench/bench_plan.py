@@ -70,7 +70,7 @@ def test_many_small_tables(race: Race) -> None:
             assert np.array_equal(plan.unique_keys[plan.inverse], other.unique_keys[other.inverse])
 
         peer = Contender(
-            "embcache, one table", lambda i: one.plan(single.keys[i], single.offsets[i]), same, finish(one)
+            "embcache, one table", lambda i: one.plan(single.keys[i], single.offsets[i]), same, after=finish(one)
         )
         case = f"plan of {SMALL_TABLES} tables of {SMALL_IDS} ids"
         race(

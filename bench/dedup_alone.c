@@ -17,6 +17,8 @@ void *dedup_new(int threads)
     w->seed[0] = 0x9E3779B97F4A7C15u;
     w->seed[1] = 0xD1B54A32D192ED03u;
     w->calls = (ec_dedup_call *)calloc(1, sizeof *w->calls);
+    w->sides = (ec_side *)calloc(1, sizeof *w->sides); /* a cache that holds nothing: no short way */
+    w->parts = (ec_part *)calloc(1, sizeof *w->parts);
     return w;
 }
 
@@ -25,6 +27,8 @@ void dedup_delete(void *work)
     ec_work *w = (ec_work *)work;
     free(w->out.front);
     ec_work_free(w);
+    free(w->sides);
+    free(w->parts);
     free(w);
 }
 
@@ -45,7 +49,11 @@ int64_t dedup_run(void *work, const int64_t *keys, int64_t n, int csr, int threa
 {
     ec_work *w = (ec_work *)work;
     const int64_t offsets[2] = {0, n};
-    free(w->out.front);
+    if (w->out.front != NULL && w->out.front_bytes >= ec_arrays_front_bytes(1, n)) {
+        w->spare = w->out.front; /* as plans do with the arrays of those that have ended */
+    } else {
+        free(w->out.front);
+    }
     w->out.front = NULL;
     if (n < EC_DEDUP_LARGE || ec_work_begin(w, keys, offsets, NULL, 1, threads) != EC_OK)
         return -1;

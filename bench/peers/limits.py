@@ -8,7 +8,7 @@ import numpy as np
 
 from .native import address, build
 
-__all__ = ["HugeMemory", "fresh_memset", "lines_read", "rows_copy"]
+__all__ = ["HugeMemory", "fresh_memset", "lines_and_seats", "lines_read", "rows_copy"]
 
 
 def _library() -> ctypes.CDLL:
@@ -36,6 +36,11 @@ class HugeMemory:
 def lines_read(lines: np.ndarray, at: np.ndarray, out: np.ndarray, threads: int = 1) -> None:
     """out[i] = first 8 bytes of the 64-byte line at[i]."""
     _library().lines_read(address(lines), address(at), ctypes.c_int64(len(at)), address(out), ctypes.c_int64(threads))
+
+
+def lines_and_seats(lines: np.ndarray, at: np.ndarray, seats: np.ndarray, seat: np.ndarray) -> None:
+    """Read the 64-byte line at[i] and write to the 16 bytes seat[i], for each i in turn."""
+    _library().lines_and_seats(address(lines), address(at), address(seats), address(seat), ctypes.c_int64(len(at)))
 
 
 def rows_copy(rows: np.ndarray, at: np.ndarray, out: np.ndarray, threads: int = 1) -> np.ndarray:

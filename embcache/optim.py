@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.optim.optimizer as hooks
 
 from .config import OptimizerSpec, shown
 from .devices import UpdateRule, update_rule
@@ -153,12 +154,28 @@ class EmbOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish a training step: end what abandoned forwards hold. The rows were updated in backward already."""
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or hooks._global_optimizer_pre_hooks
+            or hooks._global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        ):
+            return self._observed_step() if closure is None else self._observed_step(closure)
+        return self._step(closure)
+
+    # Torch would wrap every call in a profiler's range and its hooks, which takes ten times as long as a step of ours.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._on_step()
         return loss
+
+    _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients of rows live only inside a backward pass (or an open accumulation window)."""

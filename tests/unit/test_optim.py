@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import embcache as ec
 
@@ -52,6 +53,25 @@ def test_step_and_zero_grad_change_no_row():
     ebc.optimizer.zero_grad()
     assert ebc.optimizer.step_count == before == 1
     assert ebc.tables()["t"].lookup([1], insert=False).tolist() == [[-1.0, -1.0]]
+
+
+def test_hooks_and_a_profiler_see_a_step():
+    """As those of any optimizer, though a step that nobody looks at goes past torch's wrapper."""
+    ebc = collection(ec.SGD(lr=1.0))
+    seen: list[object] = []
+    for register in (ebc.optimizer.register_step_pre_hook, register_optimizer_step_pre_hook):
+        handle = register(lambda optimizer, args, kwargs: seen.append((optimizer, args, kwargs)))
+        ebc.optimizer.step()
+        handle.remove()
+    for register in (ebc.optimizer.register_step_post_hook, register_optimizer_step_post_hook):
+        handle = register(lambda optimizer, args, kwargs: seen.append((optimizer, args, kwargs)))
+        ebc.optimizer.step()
+        handle.remove()
+    ebc.optimizer.step()
+    assert seen == [(ebc.optimizer, (ebc.optimizer,), {})] * 4
+    with torch.profiler.profile() as profile:
+        ebc.optimizer.step()
+    assert any("EmbOptimizer.step" in event.key for event in profile.key_averages())
 
 
 def test_step_calls_a_closure():

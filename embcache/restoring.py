@@ -22,6 +22,7 @@ from .errors import ConfigError, CorruptionError
 from .filterfile import meaning
 from .filterparts import filter_state
 from .saving import check_names, describe, path_of, shared_with
+from .shards import SavedParts
 from .values import decode
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ _NONE = -1  # in place of a generation: this rank has none, or cannot go on
 class Dense(Protocol):
     """The part of a model that is not in its collections."""
 
-    def check(self, values: Any) -> None:
-        """`ConfigError` where a state_dict, None where there is none, does not fit. Changes nothing."""
+    def check(self, values: Any, saved: SavedParts) -> None:
+        """`ConfigError` where a state_dict, None where there is none, and what was spread over ranks do not fit. Changes nothing."""
 
-    def load(self, values: Any) -> None:
-        """Take it over; whatever raises may leave half of it."""
+    def load(self) -> None:
+        """Take over what was checked; whatever raises may leave half of it."""
 
     def put_back(self) -> None:
         """Have the values of before `load` again; nothing where it was not called."""
@@ -131,18 +132,18 @@ def restore_managers(
 
 def _fill(
     reader: Reader, prepared: list[_Prepared], report: RestoreReport, dense: Dense | None
-) -> tuple[dict[str, Any], Dense | None, Any]:
-    """Make everything that a generation holds; returns what `_exchange` takes besides."""
+) -> tuple[dict[str, Any], Dense | None]:
+    """Make everything that a generation holds; returns what `_exchange` takes besides: optimizers by module path, and `dense` to load."""
     _compare(reader, prepared, report)
     for one in prepared:
         one.fill(reader, report)
     report.state = _value(reader, "state")
     model = _value(reader, "model")
     if dense is not None:
-        dense.check(model)
+        dense.check(model, SavedParts(reader))
     optimizers = _value(reader, "optimizers") or {}
     report.count(reader)
-    return optimizers, None if model is None else dense, model
+    return optimizers, None if model is None else dense
 
 
 def _restore_together(
@@ -264,14 +265,13 @@ def _exchange(
     prepared: list[_Prepared],
     optimizers: dict[str, Any],
     dense: Dense | None,
-    values: Any,
 ) -> None:
     """Have everything take over what was made for it, or nothing: `dense`, the optimizers by module path, the managers."""
     managers = [one.manager for one in prepared]
     before = [(manager, manager.held, manager.optimizer_state()) for manager in managers]
     try:
         if dense is not None:
-            dense.load(values)
+            dense.load()
         for one in prepared:
             if optimizers.get(one.module) is not None:
                 one.manager.load_optimizer_state(optimizers[one.module])

@@ -6,7 +6,8 @@ their values there, everything else from the host tables, and nothing of batches
 durable; should that fail, nothing of the managers has changed, and what a delta is to hold neither.
 
 What of it has which name: ``tables`` of a collection are ``<module path>/<table>``, of a manager alone ``<table>``; bytes are
-``state.*`` (the caller's), ``optimizers.*``, ``model.*`` (the dense part), ``filter/<table>/*`` (sketches). ``embcache.values`` says
+``state.*`` (the caller's), ``optimizers.*``, ``model.*`` (the dense part), ``shards/*`` and ``parts/*`` (of it, what is spread over
+ranks), ``filter/<table>/*`` (sketches). ``embcache.values`` says
 how values are written, docs/format.md everything else.
 """
 
@@ -20,7 +21,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ._core.cut import trained_step
 from ._core.doors import Doors
@@ -99,6 +100,16 @@ class Saving(Future[int]):
             self.set_result(generation)
 
 
+class Dense(Protocol):
+    """What a model has beside its collections."""
+
+    def values(self, rank: int) -> dict[str, tuple[bytes, bytes]]:
+        """What a rank writes of it, by name, as `embcache.values.encode` gives it; the first one also what all have.
+
+        Raises `ConfigError` where something cannot be saved.
+        """
+
+
 def stored_name(module: str, table: str) -> str:
     """What a checkpoint calls a table of a collection at that path of a model; a manager alone has none."""
     return f"{module}/{table}" if module else table
@@ -158,20 +169,27 @@ def save_managers(
     delta: bool = False,
     background: bool = False,
     state: Any = None,
-    model: dict[str, Any] | None = None,
+    dense: Dense | None = None,
     keep: int | None = None,
 ) -> int | Saving:
-    """Write one generation of all `managers`, by module path; see `EmbCacheManager.save`. `model` is a dense state_dict."""
+    """Write one generation of all `managers`, by module path, and what a model has beside them; see `EmbCacheManager.save`."""
     where = path_of(path)
     check_names(managers)
     most = number_to_keep(keep)
-    values = {"state": encode(state, "state")}
-    if model is not None:
-        values["model"] = encode(model, "the model's state_dict()")
     others = shared_with(managers)
-    together = None if others is None else _agree(where, managers, delta, others)
-    if together is not None and others.rank > 0:
-        values = {}  # each rank has the same
+    rank = 0 if others is None else others.rank
+    values: dict[str, tuple[bytes, bytes]] = {}
+    unsavable: Exception | None = None
+    try:
+        if rank == 0:  # each has the same
+            values["state"] = encode(state, "state")
+        if dense is not None:
+            values |= dense.values(rank)
+    except Exception as error:
+        if others is None:
+            raise
+        unsavable = error
+    together = None if others is None else _agree(where, managers, delta, others, unsavable)
     expected_last = _last(where, managers) if delta and together is None else None
     parent_there = None if expected_last is None else parent_at(where, expected_last[0], created=expected_last[1])
     parts: list[Part] = []
@@ -211,7 +229,7 @@ def save_managers(
             if parent is None or last is None or parent_at(where, parent, created=last[1]) is not None:
                 raise
             job.end()  # somebody has pruned the parent since it was looked at: nothing is left that could be changed
-            return save_managers(path, managers, background=background, state=state, model=model, keep=keep)
+            return save_managers(path, managers, background=background, state=state, dense=dense, keep=keep)
         return _in_background(job) if background else job.run()
     except BaseException as error:
         if others is not None and not job.begun:
@@ -251,12 +269,16 @@ class _Together:
     partial: frozenset[str]
 
 
-def _agree(where: str, managers: Mapping[str, EmbCacheManager], delta: bool, others: Any) -> _Together:
+def _agree(
+    where: str, managers: Mapping[str, EmbCacheManager], delta: bool, others: Any, unsavable: Exception | None
+) -> _Together:
     """The generation, its parent and the tables of which only changes are written, alike on all ranks: outside of the doors, as others
     may hold theirs. Sizes are as of now, and the decision stands though they may change a little."""
     mine: dict[str, Any] = {}
     failure: BaseException | None = None
     try:
+        if unsavable is not None:
+            raise unsavable
         last = _last(where, managers) if delta else None
         parent = None if last is None else parent_at(where, last[0], created=last[1], world=others.world)
         few: list[int] = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parallel import DistributedDataParallel
 
 from .checkpoint import RestoreReport
+from .densepart import DensePart
 from .errors import ConfigError
 from .modules import CachedCollection
 from .restoring import restore_managers
@@ -68,10 +68,14 @@ def save(
 ) -> int | Saving:
     """Write a generation of a checkpoint with everything of a model: its collections' tables and its ``state_dict()``.
 
+    What others than `embcache` have spread over the ranks (tables of TorchRec's own sharders, with their optimizer's state and learning
+    rate; DTensors) is written by each rank, part by part, and goes into any number of ranks too.
+
     Parameters
     ----------
     model : torch.nn.Module
-        Holds at least one collection, or is one. Tables are saved under the path of their collection in the model.
+        Holds at least one collection, or is one. Tables are saved under the path of their collection in the model, without what that is
+        wrapped in (``DistributedDataParallel``, TorchRec's ``DistributedModelParallel``, ``torch.compile``).
     path, delta, background, state, keep
         As for `EmbCacheManager.save`; the dense optimizer's ``state_dict()`` belongs into `state`.
 
@@ -97,9 +101,9 @@ def save(
     >>> generation, report.matched, report.state
     (1, ['items/item'], {'batches': 0})
     """
-    managers = _managers(model)
+    bare = _bare(model)
     return save_managers(
-        path, managers, delta=delta, background=background, state=state, model=model.state_dict(), keep=keep
+        path, _managers(bare), delta=delta, background=background, state=state, dense=DensePart(bare), keep=keep
     )
 
 
@@ -117,71 +121,28 @@ def restore(model: nn.Module, path: str | os.PathLike[str], generation: int | No
     Whatever the model's own ``load_state_dict`` raises
         The dense part has its values of before again, and nothing else has changed.
     """
-    return restore_managers(path, _managers(model), generation, _DensePart(model))
+    bare = _bare(model)
+    return restore_managers(path, _managers(bare), generation, DensePart(bare))
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model without what it is wrapped in: torch's DistributedDataParallel, TorchRec's DistributedModelParallel, torch.compile. So
+    what it is saved under does not depend on them."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    while True:
+        if isinstance(model, DistributedDataParallel) or hasattr(model, "_dmp_wrapped_module"):
+            inner: Any = model.module
+        else:
+            inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def _managers(model: nn.Module) -> dict[str, EmbCacheManager]:
     """The managers of a model's collections, by module path."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     found = {name: part.manager for name, part in model.named_modules() if isinstance(part, CachedCollection)}
     if not found:
         raise ConfigError(f"the {type(model).__name__} holds no embedding collection; save it with torch.save")
     return found
-
-
-class _DensePart:
-    """What a model has beside its collections, for a restore."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before: dict[str, Any] | None = None
-
-    def check(self, values: Any) -> None:
-        """None, of a checkpoint of collections alone, fits a model without parameters."""
-        present = self._model.state_dict()
-        if values is None:
-            if present:
-                raise ConfigError(
-                    f"the checkpoint has no dense part, the model has {sorted(present)[:5]!r} ...; restore its collections one by one"
-                )
-            return
-        missing, unknown = sorted(set(present) - set(values)), sorted(set(values) - set(present))
-        if missing or unknown:
-            raise ConfigError(
-                f"the model's dense part is another one: the checkpoint lacks {missing[:5]!r} and has {unknown[:5]!r} besides; build the "
-                "model as it was saved, or restore its collections one by one"
-            )
-        for name, value in present.items():
-            other = values[name]
-            if not isinstance(value, torch.Tensor) or is_lazy(value):
-                continue
-            if not isinstance(other, torch.Tensor) or other.shape != value.shape or other.dtype != value.dtype:
-                found = (
-                    f"{other.dtype} {tuple(other.shape)}" if isinstance(other, torch.Tensor) else type(other).__name__
-                )
-                raise ConfigError(
-                    f"the model's {name!r} is {value.dtype} {tuple(value.shape)}, in the checkpoint {found}; build the model as it was "
-                    "saved"
-                )
-
-    def load(self, values: Any) -> None:
-        """After what there is was copied."""
-        self._before = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in self._model.state_dict().items()
-            if not is_lazy(value)
-        }
-        self._model.load_state_dict(values)
-
-    def put_back(self) -> None:
-        """By the model's own ``load_state_dict``; where that refuses again, as it has a hook that does, tensor by tensor."""
-        if self._before is None:
-            return
-        try:
-            self._model.load_state_dict(self._before, strict=False)
-        except Exception:
-            with torch.no_grad():
-                for name, value in self._model.state_dict().items():
-                    if isinstance(self._before.get(name), torch.Tensor):
-                        value.copy_(self._before[name])

@@ -16,6 +16,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim import RowWiseAdagrad
 from torchrec.streamable import Pipelineable
 
 import embcache as ec
@@ -89,13 +90,13 @@ class Model(torch.nn.Module):
             table = EmbeddingBagConfig(
                 name="p",
                 num_embeddings=ROWS,
-                embedding_dim=4,
+                embedding_dim=8,
                 feature_names=["g"],
                 init_fn=torch.nn.init.ones_,  # TorchRec initializes shards by the generators of their ranks
             )
             self.plain = EmbeddingBagCollection([table])
-            apply_optimizer_in_backward(torch.optim.SGD, self.plain.parameters(), {"lr": 0.5})
-        self.top = torch.nn.Linear(28 if plain else 24, 1)
+            apply_optimizer_in_backward(torch.optim.Adagrad, self.plain.parameters(), {"lr": 0.5, "eps": 1e-8})
+        self.top = torch.nn.Linear(32 if plain else 24, 1)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [self.bags(batch.sparse).values(), self.sequence(batch.sparse)["g"].to_padded_dense(3).sum(1)]
@@ -143,12 +144,9 @@ def learned(model: Model) -> dict[str, np.ndarray]:
     return found
 
 
-def train(
-    rank: int, world: int, how: str, plain: bool, planned_by: str, hbm_bytes: int | None
-) -> dict[str, np.ndarray]:
-    """Train the model over the ranks; `plain` with a collection of TorchRec's in it."""
-    model = Model(plain, hbm_bytes)
-    sharders: list[Any] = [*SHARDERS, EmbeddingBagCollectionSharder()] if plain else SHARDERS
+def spread(model: Model, world: int, planned_by: str = "ours", plain: str = "table_wise") -> Any:
+    """The model over the ranks, the collection of TorchRec's that may be in it in this way."""
+    sharders: list[Any] = [*SHARDERS, EmbeddingBagCollectionSharder()] if model.plain is not None else SHARDERS
     if planned_by == "torchrec":
         planner = EmbeddingShardingPlanner(topology=Topology(world_size=world, compute_device="cpu"))
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
@@ -156,10 +154,17 @@ def train(
         # Else it may choose to replicate the small table, and then each rank trains a copy of its own.
         planner = EmbeddingShardingPlanner(
             topology=Topology(world_size=world, compute_device="cpu"),
-            constraints={"p": ParameterConstraints(sharding_types=["table_wise"])},
+            constraints={"p": ParameterConstraints(sharding_types=[plain], min_partition=4)},
         )
         plan = sharding_plan(model, sharders, planner=planner)
-    wrapped = DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+
+
+def train(
+    rank: int, world: int, how: str, plain: bool, planned_by: str, hbm_bytes: int | None
+) -> dict[str, np.ndarray]:
+    """Train the model over the ranks; `plain` with a collection of TorchRec's in it."""
+    wrapped = spread(Model(plain, hbm_bytes), world, planned_by)
     names = dict(wrapped.named_parameters())
     assert {"bags.embedding_bags.t.weight", "sequence.embeddings.s.weight"} <= set(names)
     assert "bags" in [path for path, _ in wrapped.fused_optimizer.optimizers]
@@ -185,6 +190,84 @@ def convert(rank: int, world: int, path: str) -> dict[str, np.ndarray]:
     keys = np.flatnonzero(view.find(np.arange(ROWS)) >= 0)
     weights, state = view.lookup_rows(keys)
     return {"keys": keys, "weights": weights, "state": state}
+
+
+def plain_parts(model: Any) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """What this rank holds of TorchRec's own table, and where that begins."""
+    weight = model.plain.state_dict()["embedding_bags.p.weight"]
+    return [(tuple(one.metadata.shard_offsets), one.tensor.numpy().copy()) for one in weight.local_shards()]
+
+
+def save_mixed(rank: int, world: int, path: str) -> list[Any]:
+    """Half of the training, a checkpoint, the other half: what is learned then."""
+    wrapped = spread(Model(True), world)
+    data = batches(rank, world)
+    trained(wrapped, data[:3])
+    for group in wrapped.module.plain.fused_optimizer.param_groups:
+        group["lr"] = 0.25
+    ec.save(wrapped, path)
+    saved = plain_parts(wrapped.module)
+    trained(wrapped, data[3:])
+    return [learned(wrapped.module), plain_parts(wrapped.module), saved]
+
+
+def resume_mixed(rank: int, world: int, path: str, plain: str) -> list[Any]:
+    """The other half, from the checkpoint."""
+    wrapped = spread(Model(True), world, plain=plain)
+    trained(wrapped, batches(rank, world)[3:])  # lost
+    report = ec.restore(wrapped, path)
+    assert sorted(report.matched) == ["bags/t", "bags/u", "sequence/s"]
+    restored = plain_parts(wrapped.module)
+    trained(wrapped, batches(rank, world)[3:])
+    return [learned(wrapped.module), plain_parts(wrapped.module), restored]
+
+
+def refuse_mixed(rank: int, world: int, path: str) -> list[str]:
+    """What a model says whose table of TorchRec's is another one, or is trained by another optimizer; and that nothing has changed."""
+    said = []
+    for rows, optimizer in ((ROWS + 1, torch.optim.Adagrad), (ROWS, RowWiseAdagrad)):
+        model = Model(False)
+        table = EmbeddingBagConfig(name="p", num_embeddings=rows, embedding_dim=8, feature_names=["g"])
+        model.plain, model.top = EmbeddingBagCollection([table]), torch.nn.Linear(32, 1)
+        apply_optimizer_in_backward(optimizer, model.plain.parameters(), {"lr": 0.5})
+        wrapped = spread(model, world)
+        before = plain_parts(wrapped.module)
+        try:
+            ec.restore(wrapped, path)
+        except ConfigError as error:
+            said.append(str(error))
+        except ec.RankRefusedError as error:
+            said.append(str(error))
+        after = plain_parts(wrapped.module)
+        assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(before, after, strict=True))
+        assert all(not len(view) for view in wrapped.module.bags.tables().values())
+    return said
+
+
+def dense_tensors(rank: int, world: int, path: str) -> list[Any]:
+    """A dense part that is spread over the ranks as torch does it (FSDP and its like), saved and restored; what a sum yet to be made says."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    bags = ec.distributed.ShardedEmbeddingBagCollection([ec.TableConfig("t", 4, ["f"])])
+    model = torch.nn.ModuleDict({"bags": bags, "top": torch.nn.Linear(4, 3)})
+    whole = torch.arange(12.0).reshape(3, 4)
+    model["top"].weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))  # two rows, and one
+    model["top"].bias = torch.nn.Parameter(distribute_tensor(torch.arange(3.0), mesh, [Replicate()]))
+    ec.save(model, path)
+    with torch.no_grad():
+        for one in model["top"].parameters():
+            one.to_local().fill_(-1.0)
+    ec.restore(model, path)
+    found = [one.full_tensor().detach().numpy() for one in (model["top"].weight, model["top"].bias)]
+    model["top"].bias = torch.nn.Parameter(
+        torch.distributed.tensor.DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    )
+    try:
+        ec.save(model, path)
+    except (ConfigError, ec.RankRefusedError) as error:
+        found.append(str(error))
+    return found
 
 
 def refusals(rank: int, world: int) -> list[str]:

@@ -82,6 +82,64 @@ def test_a_converted_model_is_spread_over_the_ranks_and_comes_back(pair: Crew, t
     assert (state > 0).any()
 
 
+def together(parts: list[tuple[tuple[int, ...], np.ndarray]]) -> np.ndarray:
+    """A table of TorchRec's, of its parts on all ranks."""
+    found = np.full((face_jobs.ROWS, 8), np.nan, np.float32)
+    for (row, column), part in parts:
+        found[row : row + len(part), column : column + part.shape[1]] = part
+    return found
+
+
+def test_tables_that_torchrec_shards_are_saved_and_restored_with_ours(pair: Crew, tmp_path: Path) -> None:
+    """With their optimizer's state and learning rate; also where they are spread in another way, and in one process that spreads nothing."""
+    path = str(tmp_path)
+    straight = run(pair, face_jobs.save_mixed, path)
+    same = run(pair, face_jobs.resume_mixed, path, "table_wise")
+    for (expected, parts, saved), (found, resumed, restored) in zip(straight, same, strict=True):
+        assert expected.keys() == found.keys()
+        assert all(np.array_equal(value, found[name]) for name, value in expected.items())
+        for before, after in ((saved, restored), (parts, resumed)):
+            assert [offsets for offsets, _ in before] == [offsets for offsets, _ in after]
+            assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(before, after, strict=True))
+    final = together([one for _, parts, _ in straight for one in parts])
+    weight = together([one for _, _, parts in straight for one in parts])
+    assert not np.isnan(weight).any() and not np.array_equal(weight, final) and not (weight == 1.0).all()
+    other = run(pair, face_jobs.resume_mixed, path, "column_wise")
+    assert sum(len(parts) for _, _, parts in other) == 2
+    assert np.array_equal(together([one for _, _, parts in other for one in parts]), weight)
+    np.testing.assert_allclose(together([one for _, parts, _ in other for one in parts]), final, rtol=1e-6, atol=1e-7)
+    model = face_jobs.Model(True)
+    ec.restore(model, path)
+    assert np.array_equal(model.plain.embedding_bags["p"].weight.detach().numpy(), weight)
+
+
+def test_a_model_of_one_process_is_restored_into_ranks(pair: Crew, tmp_path: Path) -> None:
+    model = face_jobs.Model(True)
+    face_jobs.trained(model, face_jobs.batches(0, 1)[:3])
+    ec.save(model, tmp_path)
+    found = run(pair, face_jobs.resume_mixed, str(tmp_path), "column_wise")
+    weight = model.plain.embedding_bags["p"].weight.detach().numpy()
+    assert np.array_equal(together([one for _, _, parts in found for one in parts]), weight)
+
+
+def test_a_table_of_torchrecs_that_is_another_one_is_refused(pair: Crew, tmp_path: Path) -> None:
+    run(pair, face_jobs.save_mixed, str(tmp_path))
+    said = run(pair, face_jobs.refuse_mixed, str(tmp_path))
+    assert any("(61, 8) here, in the checkpoint (60, 8)" in first for first, _ in said)
+    assert any("optimizer state plain" in second and "(60,) here" in second for _, second in said)
+
+
+def test_a_dense_part_that_torch_spreads_is_saved_and_restored(pair: Crew, tmp_path: Path) -> None:
+    for weight, bias, said in run(pair, face_jobs.dense_tensors, str(tmp_path / "there")):
+        assert np.array_equal(weight, np.arange(12.0).reshape(3, 4)) and np.array_equal(bias, np.arange(3.0))
+        assert "redistribute it" in said
+    alone = torch.nn.ModuleDict(
+        {"bags": ec.EmbeddingBagCollection([ec.TableConfig("t", 4, ["f"])]), "top": torch.nn.Linear(4, 3)}
+    )
+    ec.restore(alone, tmp_path / "there")
+    assert torch.equal(alone["top"].weight, torch.arange(12.0).reshape(3, 4))
+
+
 def test_what_is_not_row_wise_is_refused(pair: Crew) -> None:
     for said in run(pair, face_jobs.refusals):
         assert "'t' is planned table_wise" in said[0]

@@ -218,6 +218,8 @@ class FusedUpdate:
         # To the end: nobody may see rows that have trained and a plan that has not, least of all who saves them.
         with self.manager.door.training:
             self._train_on(arrived)
+        if self._window_passes >= self.accumulate:
+            self._apply_agreed()
         self.manager.backend.end_step()
 
     def _train_on(self, arrived: list[Forward]) -> None:
@@ -227,11 +229,10 @@ class FusedUpdate:
                 self._update_fused(arrived[0])
             else:
                 self._add_to_window(arrived)
+                if self._window_passes >= self.accumulate and not self._asks:
+                    self._apply_window(self._window_spoiled)
         except BaseException:
-            # Half a window is no gradient: all of it goes.
-            held, self._held = self._held, []
-            self._window, self._window_passes, self._window_spoiled = [], 0, False
-            self._finish(arrived + held)
+            self._drop_window(arrived)
             raise
         self.manager.buffer.note_use()
         if self._window_passes == 0:
@@ -242,6 +243,29 @@ class FusedUpdate:
                 forward.state, forward.gradients = HELD, ()
             self._held += arrived
 
+    def _apply_agreed(self) -> None:
+        """Apply the window, or pass it over, as all say who have a part in it: they are asked outside of the door, which others pass."""
+        try:
+            spoiled = self._spoiled()
+        except BaseException:
+            self._drop_window([])
+            raise
+        with self.manager.door.training:
+            try:
+                self._apply_window(spoiled)
+            except BaseException:
+                self._drop_window([])
+                raise
+            self.manager.buffer.note_use()
+            held, self._held = self._held, []
+            self._finish(held)
+
+    def _drop_window(self, arrived: list[Forward]) -> None:
+        """Half a window is no gradient: all of it goes, and what has arrived."""
+        held, self._held = self._held, []
+        self._window, self._window_passes, self._window_spoiled = [], 0, False
+        self._finish(arrived + held)
+
     def _gradient_of(self, forward: Forward, group: int) -> torch.Tensor | None:
         """The gradient that belongs to a dim group, contiguous; None where backward brought none."""
         gradient = forward.gradients[0 if self.pooled else group]
@@ -251,8 +275,13 @@ class FusedUpdate:
         """For each dim group, what the gradients of a forward belong to."""
         return forward.info.lookups(self.manager.backend, pooled=self.pooled)
 
+    @property
+    def _asks(self) -> bool:
+        """Whether others have a say in it if a window is applied, which `_spoiled` asks them."""
+        return False
+
     def _spoiled(self) -> bool:
-        """Whether the window holds a gradient that is not finite under `grad_scale`."""
+        """Whether the window holds a gradient that is not finite under `grad_scale`. Outside of the door where `_asks`."""
         return self._window_spoiled
 
     def _update_fused(self, forward: Forward) -> None:
@@ -305,7 +334,7 @@ class FusedUpdate:
         return RowGradient(slots, rows)
 
     def _add_to_window(self, arrived: list[Forward]) -> None:
-        """Add this pass to the window; apply the window if it is complete."""
+        """Add this pass to the window."""
         scale = self.scale()
         groups = range(len(self.manager.layout.groups))
         window = self._window or [[] for _ in groups]
@@ -319,12 +348,11 @@ class FusedUpdate:
                 window[g] = [self._sum(window[g] + parts)]
         self._window = window
         self._window_passes += 1
-        if self._window_passes >= self.accumulate:
-            self._apply_window()
 
-    def _apply_window(self) -> None:
+    def _apply_window(self, spoiled: bool) -> None:
+        """Update the rows, unless the window is spoiled; it is empty then. Inside the door."""
         backend, buffer = self.manager.backend, self.manager.buffer
-        if self._spoiled():
+        if spoiled:
             self.skipped_updates += 1
         else:
             rule = self.optimizer.next_rule()
@@ -348,11 +376,7 @@ class FusedUpdate:
         """Apply an incomplete window now."""
         self.drop_stale()
         if self._window_passes:
-            with self.manager.door.training:
-                self._apply_window()
-                self.manager.buffer.note_use()
-                held, self._held = self._held, []
-                self._finish(held)
+            self._apply_agreed()
 
 
 def _call(method: weakref.WeakMethod[Any]) -> None:

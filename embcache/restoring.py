@@ -18,7 +18,7 @@ from ._core.doors import Doors
 from ._core.swap import SwapManager
 from ._core.table import Table
 from .checkpoint import Reader, RestoreReport, TableDescription, created_of, fill, holding, row_batches
-from .errors import ConfigError, CorruptionError
+from .errors import ConfigError, CorruptionError, EmbCacheError
 from .filterfile import meaning
 from .filterparts import filter_state
 from .saving import check_names, describe, path_of, shared_with
@@ -26,7 +26,7 @@ from .shards import SavedParts
 from .values import decode
 
 if TYPE_CHECKING:
-    from .manager import EmbCacheManager
+    from .manager import EmbCacheManager, Held
 
 __all__ = ["Dense", "restore_managers"]
 
@@ -106,17 +106,17 @@ def restore_managers(
     where = path_of(path)
     check_names(managers)
     others = shared_with(managers)
+    if others is not None:
+        return _restore_together(where, managers, generation, dense, others)
     with Doors(manager.door for manager in managers.values()):
-        for manager in managers.values():
-            manager.check_between_steps("restore")
-        if others is not None:
-            return _restore_together(where, managers, generation, dense, others)
+        _check_between_steps(managers)
         for reader, skipped in holding(where, generation):
             report = RestoreReport(reader.generation, skipped=skipped, metadata=reader.metadata)
             prepared = [_Prepared(manager, module) for module, manager in managers.items()]
             try:
                 values = _fill(reader, prepared, report, dense)
-                _exchange(where, reader, prepared, *values)
+                exchange = _Exchange(where, reader, prepared, *values)
+                exchange.make()
             except CorruptionError as error:
                 _discard(prepared)
                 if generation is not None:
@@ -126,8 +126,15 @@ def restore_managers(
             except BaseException:
                 _discard(prepared)
                 raise
+            exchange.settle()
             return report
     raise AssertionError("holding() ends by raising")
+
+
+def _check_between_steps(managers: Mapping[str, EmbCacheManager]) -> None:
+    """`PlanError` while a plan of one of the managers is outstanding. Inside the doors."""
+    for manager in managers.values():
+        manager.check_between_steps("restore")
 
 
 def _fill(
@@ -152,7 +159,16 @@ def _restore_together(
     """`restore_managers` of one rank of several, each of which reads its share: all restore one generation, or none does.
 
     The ranks go down the generations together. Where one finds damage in the part that it reads, all pass that generation over.
+    Nobody waits for another rank inside the doors: that one may be waiting for a thread which wants to get in here.
     """
+    doors = Doors(manager.door for manager in managers.values())
+    failure: BaseException | None = None
+    try:
+        with doors:
+            _check_between_steps(managers)
+    except EmbCacheError as error:
+        failure = error
+    others.settle("save", "a restore", failure)
     readers = holding(where, generation, others.rank, others.world)
     candidate, failure = _next_of(readers, None)
     try:
@@ -174,7 +190,9 @@ def _restore_together(
             values: Any = None
             try:
                 try:
-                    values = _fill(reader, prepared, report, dense)
+                    with doors:
+                        _check_between_steps(managers)
+                        values = _fill(reader, prepared, report, dense)
                 except CorruptionError as error:
                     damage = error
                 except Exception as error:
@@ -182,12 +200,15 @@ def _restore_together(
                 damaged = [flag for (flag,) in others.save.gather("a restore", [int(damage is not None)])]
                 others.settle("save", "a restore", failure)
                 if not any(damaged):
-                    _exchange(where, reader, prepared, *values)
+                    exchange = _Exchange(where, reader, prepared, *values)
+                    _exchange_together(exchange, doors, managers, others)
                     return report
             except BaseException:
-                _discard(prepared)
+                with doors:
+                    _discard(prepared)
                 raise
-            _discard(prepared)
+            with doors:
+                _discard(prepared)
             skipped.append((mine, str(damage) if damage else f"rank {damaged.index(1)} has found it damaged"))
             candidate, failure = _next_of(readers, damage)
     finally:
@@ -259,35 +280,73 @@ def _value(reader: Reader, name: str) -> Any:
     return decode(reader.state(f"{name}.json"), content, f"generation {reader.generation}, {name}")
 
 
-def _exchange(
-    where: str,
-    reader: Reader,
-    prepared: list[_Prepared],
-    optimizers: dict[str, Any],
-    dense: Dense | None,
-) -> None:
-    """Have everything take over what was made for it, or nothing: `dense`, the optimizers by module path, the managers."""
-    managers = [one.manager for one in prepared]
-    before = [(manager, manager.held, manager.optimizer_state()) for manager in managers]
+def _exchange_together(exchange: _Exchange, doors: Doors, managers: Mapping[str, EmbCacheManager], others: Any) -> None:
+    """Have everything taken over on all ranks, or on none."""
+    failure: BaseException | None = None
     try:
-        if dense is not None:
-            dense.load()
-        for one in prepared:
-            if optimizers.get(one.module) is not None:
-                one.manager.load_optimizer_state(optimizers[one.module])
-        for one in prepared:
-            one.publish(where, reader)
+        with doors:
+            _check_between_steps(managers)
+            exchange.make()
+    except Exception as error:
+        failure = error
+    try:
+        others.settle("save", "a restore", failure)
     except BaseException:
-        for manager, held, state in before:
+        with doors:
+            exchange.undo()
+        raise
+    with doors:
+        exchange.settle()
+
+
+class _Exchange:
+    """Has everything take over what was made for it, or nothing: `dense`, the optimizers by module path, the managers.
+
+    `make`, then `undo` or `settle`; inside the doors.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        reader: Reader,
+        prepared: list[_Prepared],
+        optimizers: dict[str, Any],
+        dense: Dense | None,
+    ) -> None:
+        self._where, self._reader, self._prepared = where, reader, prepared
+        self._optimizers, self._dense = optimizers, dense
+        self._before: list[tuple[EmbCacheManager, Held, dict[str, Any] | None]] = []
+
+    def make(self) -> None:
+        """Exchange. Where it raises, everything is as before."""
+        managers = [one.manager for one in self._prepared]
+        self._before = [(manager, manager.held, manager.optimizer_state()) for manager in managers]
+        try:
+            if self._dense is not None:
+                self._dense.load()
+            for one in self._prepared:
+                if self._optimizers.get(one.module) is not None:
+                    one.manager.load_optimizer_state(self._optimizers[one.module])
+            for one in self._prepared:
+                one.publish(self._where, self._reader)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Have everything hold what it held before `make`. Again is no harm."""
+        for manager, held, state in self._before:
             manager.hold(held)
             if state is not None:
                 manager.load_optimizer_state(state)
-        if dense is not None:
-            dense.put_back()
-        raise
-    for one, (_, (tables, planner, *_), _) in zip(prepared, before, strict=True):
-        one.manager.note_in_directories(where, reader.generation)
-        planner.close()
-        for old, new in zip(tables, one.tables, strict=True):
-            if old is not new:
-                old.close()
+        if self._before and self._dense is not None:
+            self._dense.put_back()
+
+    def settle(self) -> None:
+        """It stays so: let go of what there was before."""
+        for one, (_, (tables, planner, *_), _) in zip(self._prepared, self._before, strict=True):
+            one.manager.note_in_directories(self._where, self._reader.generation)
+            planner.close()
+            for old, new in zip(tables, one.tables, strict=True):
+                if old is not new:
+                    old.close()

@@ -547,9 +547,10 @@ def _others_of(collections: Mapping[str, CachedCollection]) -> Any:
     ConfigError
         They are not the same for all that are shared.
     """
-    groups = [collection.ranks for collection in collections.values() if collection.ranks is not None]
+    found = [collection.ranks for collection in collections.values()]
+    groups = [ranks for ranks in found if ranks is not None and ranks.world > 1]
     if any(one is not groups[0] for one in groups):
         raise ConfigError(
             "the model's collections are shared by different process groups; give each group a pipeline of its own"
         )
-    return groups[0] if groups and groups[0].world > 1 else None
+    return groups[0] if groups else None

@@ -73,8 +73,12 @@ class OwnerUpdate(FusedUpdate):
             for g, spec in enumerate(layout.groups)
         ]
 
+    @property
+    def _asks(self) -> bool:
+        return self.grad_scale is not None
+
     def _spoiled(self) -> bool:
-        if self.grad_scale is None:
+        if not self._asks:
             return super()._spoiled()
         # An update is skipped by all ranks or by none.
         (count,) = self._channel.sum("a non-finite gradient", torch.tensor([int(super()._spoiled())])).tolist()

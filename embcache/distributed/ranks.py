@@ -179,7 +179,7 @@ class Ranks:
         self.backend = dist.get_backend(process_group)
         with contextlib.suppress(AttributeError, RuntimeError, ValueError):
             self._store = dist.distributed_c10d._get_default_store()
-        self._note = f"{NOTE}/{'-'.join(map(str, members))}" if len(members) < 64 else NOTE
+        self._note = NOTE
         # Only members make the groups of a part of the ranks; torch names such a group by how many each of them has made before.
         part = len(members) < dist.get_world_size()
         for name in CHANNELS:  # in this order, on all ranks
@@ -192,6 +192,9 @@ class Ranks:
                     use_local_synchronization=part,
                 )
             setattr(self, name, Channel(self, name, group))
+        # A store may outlive a process group: a note of its last life is not for this one.
+        life = self.load.gather("the making of its groups", [time.time_ns()])[0][0]
+        self._note = f"{NOTE}/{life}-{members[0]}-{len(members)}"
 
     @classmethod
     def of(cls, process_group: Any = None, timeout_s: float = 600.0) -> Ranks:
@@ -199,8 +202,10 @@ class Ranks:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 2**31:
             raise ConfigError(f"timeout_s = {shown(timeout_s)}; give a number of seconds > 0")
         if not dist.is_available() or not dist.is_initialized():
+            cls._known.clear()
             return cls(process_group, timeout_s)
         key = process_group if process_group is not None else dist.group.WORLD
+        cls._known[:] = [(group, ranks) for group, ranks in cls._known if _exists(group)]
         for group, ranks in cls._known:
             if group is key:
                 ranks.timeout_s = min(ranks.timeout_s, timeout_s)
@@ -290,6 +295,14 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"Ranks(rank={self.rank}, world={self.world})"
+
+
+def _exists(group: Any) -> bool:
+    """Whether a process group has not been destroyed."""
+    try:
+        return len(dist.get_process_group_ranks(group)) > 0
+    except (KeyError, ValueError, RuntimeError):
+        return False
 
 
 def _for_training(backend: str) -> str:

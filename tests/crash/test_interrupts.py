@@ -244,7 +244,7 @@ def test_i10_a_restore_interrupted_at_any_line(place: Path) -> None:
         contents.append(model.content())
     interrupts = Interrupts(manager, savable, saving, whole, restoring, snapshot)
     for point in interrupts.points(
-        lambda: ec.restore(model, place, 2), ("restore_managers", "_exchange", "_Prepared.")
+        lambda: ec.restore(model, place, 2), ("restore_managers", "_Exchange.", "_Prepared.")
     ):
         ec.restore(model, place, 1)
         assert model.content() == contents[0]

@@ -14,7 +14,7 @@ import torch
 import embcache as ec
 from embcache.manager import EmbCacheManager
 
-__all__ = ["Case", "batch_of", "one_process", "same", "state_of", "train"]
+__all__ = ["Case", "batch_of", "one_process", "same", "state_of", "train", "train_piped"]
 
 FEATURES = ["a", "b", "c", "d", "e"]
 
@@ -43,6 +43,7 @@ class Case:
     accumulate: int = 1
     dtype: str = "float32"
     most: int = 9  # examples of a rank
+    policy: str = "lru"
 
     def tables(self) -> list[Any]:
         rule: Any = {
@@ -138,25 +139,47 @@ def value_gradients(
     return torch.split(whole, counts)[mine]
 
 
+def step_on(case: Case, module: Any, rank: int, world: int, step: int, features: Any) -> Any:
+    """Forward and backward of this rank's part of a step; returns the outputs."""
+    parts = batch_of(case, step, world)
+    part = parts[rank]
+    out = module(features)
+    if case.pooled:
+        values = out.values()
+        values.backward(gradient_of(case, step, part, tuple(values.shape)))
+        module.optimizer.step()
+        return values.detach().clone()
+    loss = torch.zeros(())
+    for name, one in out.items():
+        feature, dim = FEATURES.index(name.split("@")[0]), one.values().shape[1]
+        loss = loss + (one.values() * value_gradients(case, step, parts, rank, feature, dim)).sum()
+    loss.backward()
+    module.optimizer.step()
+    return [one.values().detach().clone() for one in out.values()]
+
+
 def train(case: Case, module: Any, rank: int, world: int, steps: range) -> list[Any]:
     """Train `module` on this rank's parts; returns the outputs of each step."""
+    outputs = [
+        step_on(case, module, rank, world, step, features_of(case, batch_of(case, step, world)[rank])) for step in steps
+    ]
+    module.finish_accumulation()
+    return outputs
+
+
+def train_piped(case: Case, module: Any, rank: int, world: int, steps: range, depth: int) -> list[Any]:
+    """`train` through a pipeline of that depth."""
+    batches = iter([(step, features_of(case, batch_of(case, step, world)[rank])) for step in steps])
+
+    def one_step(batch: Any) -> Any:
+        step, features = batch
+        return torch.zeros(()), step_on(case, module, rank, world, step, features)
+
     outputs = []
-    for step in steps:
-        parts = batch_of(case, step, world)
-        part = parts[rank]
-        out = module(features_of(case, part))
-        if case.pooled:
-            values = out.values()
-            values.backward(gradient_of(case, step, part, tuple(values.shape)))
-            outputs.append(values.detach().clone())
-        else:
-            loss = torch.zeros(())
-            for name, one in out.items():
-                feature, dim = FEATURES.index(name.split("@")[0]), one.values().shape[1]
-                loss = loss + (one.values() * value_gradients(case, step, parts, rank, feature, dim)).sum()
-            loss.backward()
-            outputs.append([one.values().detach().clone() for one in out.values()])
-        module.optimizer.step()
+    with ec.TrainPipeline(module, None, depth=depth, step=one_step) as pipe:
+        for _ in steps:
+            outputs.append(pipe.progress(batches)[1])
+        assert pipe.batches_done == len(steps)
     module.finish_accumulation()
     return outputs
 
@@ -208,7 +231,7 @@ def joined(states: list[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[str
 def one_process(case: Case) -> tuple[list[Any], dict[str, Any], int]:
     """Outputs, state and evictions of one process that is given whole batches."""
     kind = ec.EmbeddingBagCollection if case.pooled else ec.EmbeddingCollection
-    module = kind(replace_small(case), optimizer=case.make_optimizer(), accumulate=case.accumulate)
+    module = kind(replace_small(case), optimizer=case.make_optimizer(), accumulate=case.accumulate, policy=case.policy)
     outputs = train(case, module, 0, 1, range(case.steps))
     stats = module.manager.stats()
     result = outputs, state_of(module.manager), stats["evicted"]

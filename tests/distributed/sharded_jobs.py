@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import time
 from dataclasses import replace
 from typing import Any
 
 import torch
-from sharded_cases import Case, batch_of, features_of, state_of, train
+import torch.distributed as dist
+from sharded_cases import Case, batch_of, features_of, state_of, train, train_piped
+from sharded_cases import same as assert_same
 
 import embcache as ec
-from embcache.distributed import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, owners, together
+from embcache.checkpoint import Files
+from embcache.distributed import Ranks, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, owners, together
+from embcache.distributed.ranks import Channel
+from embcache.manager import EmbCacheManager
 
 
 def make(case: Case, reduction: str = "exact", **more: Any) -> Any:
@@ -21,15 +27,17 @@ def make(case: Case, reduction: str = "exact", **more: Any) -> Any:
         case.tables(),
         optimizer=case.make_optimizer(),
         accumulate=case.accumulate,
+        policy=case.policy,
         reduction=reduction,
-        **{"average": False, "timeout_s": 60.0, **more},
+        **{"average": False, "timeout_s": 240.0, **more},
     )
 
 
-def train_case(rank: int, world: int, case: Case, reduction: str, more: dict[str, Any]) -> Any:
-    """Train a case; returns outputs, state and evictions of this rank, and what it has evaluated."""
+def train_case(rank: int, world: int, case: Case, reduction: str, more: dict[str, Any], depth: int = 0) -> Any:
+    """Train a case, through a pipeline where a depth is given; returns outputs, state and evictions of this rank, and its last step."""
     module = make(case, reduction, **more)
-    outputs = train(case, module, rank, world, range(case.steps))
+    steps = range(case.steps)
+    outputs = train_piped(case, module, rank, world, steps, depth) if depth else train(case, module, rank, world, steps)
     stats = module.manager.stats()
     states = state_of(module.manager)
     step = module.manager.planner.step
@@ -179,10 +187,13 @@ def fall(rank: int, world: int, case: Case, how: str, piped: bool) -> Any:
                 step_of(batch)
     except BaseException as failure:
         error = failure
+    heard, seconds = dist.distributed_c10d._get_default_store(), time.monotonic() - began
     if isinstance(error, ArithmeticError):
         module.ranks.fail(error)
-        time.sleep(5)  # it lives on: nobody hears of a closed connection
-    return type(error).__name__, str(error), time.monotonic() - began
+        heard.wait([f"heard by {one}" for one in range(world - 1)])  # it lives on: nobody hears of a closed connection
+    else:
+        heard.set(f"heard by {rank}", "")
+    return type(error).__name__, str(error), seconds
 
 
 def bad_batch(rank: int, world: int, case: Case) -> Any:
@@ -247,3 +258,128 @@ def wire_outputs(rank: int, world: int, case: Case, rows: str, gradients: str) -
 def take_together(rank: int, world: int) -> list[int]:
     """Batches of unequal numbers."""
     return list(together(range(3 + 2 * rank)))
+
+
+def note(path: str, life: int, rank: int, what: str, value: Any) -> None:
+    """Leave a value for the parent that outlives this process."""
+    name = os.path.join(path, f"{life}-{rank}-{what}")
+    with open(f"{name}.new", "wb") as file:
+        pickle.dump(value, file)
+    os.replace(f"{name}.new", name)
+
+
+def die_in(place: Any, name: str, left: int) -> None:
+    """End this process by SIGKILL where ``place.name`` is called for the time that comes after `left` more."""
+    real = getattr(place, name)
+
+    def call(*given: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), 9)
+        return real(*given, **options)
+
+    setattr(place, name, call)
+
+
+def live(
+    rank: int, world: int, case: Case, path: str, notes: str, life: int, victim: int, how: str, left: int
+) -> tuple[str, str]:
+    """Restore what is there, train and save until one rank dies: before a call that changes files, or before a collective.
+
+    Returns what the others hear.
+    """
+    module = make(case)
+    done = 0
+    try:
+        report = module.restore(path) if ec.generations(path) else None
+        done = 0 if report is None else report.state["done"]
+        note(
+            notes, life, rank, "restored", (0 if report is None else report.generation, done, state_of(module.manager))
+        )
+        if rank == victim:
+            die_in(*((Files, "point") if how == "call" else (Channel, "_wait")), left)
+        saving: Any = None
+        for step in range(done, done + 100):
+            train(case, module, rank, world, range(step, step + 1))
+            if saving is not None:
+                note(notes, life, rank, "acknowledged", (saving[1].result(), saving[0]))
+            saving = step + 1, module.save(path, delta=step % 5 != 0, background=True, state={"done": step + 1}, keep=2)
+            if step % 2:
+                note(notes, life, rank, "acknowledged", (saving[1].result(), saving[0]))
+                saving = None
+    except ec.EmbCacheError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def collectives(rank: int, world: int, case: Case, path: str) -> list[tuple[str, bool, bool]]:
+    """What a rank has waited for others for, in all that it does; and whether it was inside its manager's door then, by lock."""
+    module = make(case)
+    module.update.grad_scale = 2.0
+    seen = []
+    door, real = module.manager.door, Channel._wait
+
+    def wait(self: Channel, what: str, *more: Any, **options: Any) -> None:
+        seen.append((what, door.lock._is_owned(), door.rows._is_owned()))
+        real(self, what, *more, **options)
+
+    Channel._wait = wait  # type: ignore[method-assign]
+    try:
+        train(case, module, rank, world, range(6))
+        module.save(path, state={"done": 6})
+        train(case, module, rank, world, range(6, 8))
+        module.save(path, delta=True, state={"done": 8})
+        module.restore(path)
+        module.eval()
+        module(features_of(case, batch_of(case, 9, world)[rank]))
+    finally:
+        Channel._wait = real  # type: ignore[method-assign]
+    return seen
+
+
+def restore_refused(rank: int, world: int, case: Case, path: str) -> Any:
+    """Restores that the last rank refuses, as a plan is outstanding there, and as it cannot take over; then one that all do."""
+    module = make(case)
+    train(case, module, rank, world, range(4))
+    module.save(path, state={"done": 4})
+    saved = state_of(module.manager)
+    train(case, module, rank, world, range(4, 6))
+    heard: list[tuple[str, str]] = []
+    open_forwards = [module(features_of(case, batch_of(case, 6, world)[rank]))]
+    if rank < world - 1:
+        module.optimizer.step()  # its pins end
+    for refuses in (True, True, False):
+        before = state_of(module.manager) if heard else None
+        real = EmbCacheManager.take_over
+        if heard and refuses and rank == world - 1:
+            setattr(EmbCacheManager, "take_over", out_of_memory)  # noqa: B010
+        try:
+            module.restore(path)
+        except ec.EmbCacheError as error:
+            heard.append((type(error).__name__, str(error)))
+        finally:
+            EmbCacheManager.take_over = real  # type: ignore[method-assign]
+        module.optimizer.step()
+        open_forwards.clear()
+        if before is not None and refuses:
+            assert_same(state_of(module.manager), before)
+    restored = state_of(module.manager)
+    train(case, module, rank, world, range(4, case.steps))
+    return heard, saved, restored, state_of(module.manager)
+
+
+def out_of_memory(*_: Any) -> None:
+    raise ec.HostMemoryError("there is no more")
+
+
+def begin_again(rank: int, world: int, case: Case, store: str) -> Any:
+    """Train in a process group that is destroyed, and in the next one."""
+    make(case).close()
+    first = Ranks.of()
+    first.fail(ec.RankError("this life is over"))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    module = make(case)
+    train(case, module, rank, world, range(case.steps))
+    return module.ranks is not first, len(Ranks._known), state_of(module.manager)

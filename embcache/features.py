@@ -368,6 +368,8 @@ def inverse_for(batch: Any, names: Sequence[str]) -> dict[str, torch.Tensor] | N
     ShapeError
         Also where the features have several batch sizes and no inverse indices, or these lack one of them.
     """
+    if isinstance(batch, JaggedFeatures):  # of one batch size
+        return None
     inverse = inverse_of(batch)
     if inverse is None:
         strides = stride_of(batch) or {}

@@ -214,7 +214,9 @@ class FusedUpdate:
 
     def _end_of_pass(self, number: int) -> None:
         """Apply what arrived in a backward pass. Called by the autograd engine at its end."""
-        arrived = sorted(self._arrived.pop(number), key=lambda forward: forward.info.plan.step)
+        arrived = self._arrived.pop(number)
+        if len(arrived) > 1:
+            arrived.sort(key=lambda forward: forward.info.plan.step)
         # To the end: nobody may see rows that have trained and a plan that has not, least of all who saves them.
         with self.manager.door.training:
             self._train_on(arrived)

@@ -109,6 +109,8 @@ class TableLayout:
         In the user's order. A feature that several tables share is called ``"feature@table"``, as TorchRec does.
     output_columns : list of int
         Column of each output.
+    output_features : list of str
+        Input feature of each output.
     weighted : bool or None
         Whether a batch's per-sample weights count: True, and it must bring them; False, never; None (default), where it has them.
     """
@@ -173,11 +175,7 @@ class TableLayout:
         self.column_offsets[self.output_columns] = np.cumsum([0, *self.output_dims[:-1]])
         self.column_is_mean = np.array([self.tables[t].pooling == "mean" for t in self.column_table], dtype=np.uint8)
         self.output_width = sum(self.output_dims)
-
-    @property
-    def output_features(self) -> list[str]:
-        """Input feature of each output."""
-        return [self.column_features[column] for column in self.output_columns]
+        self.output_features = [self.column_features[column] for column in self.output_columns]
 
     def bags(self, group: int, flat: FlatBatch) -> dict[str, Any]:
         """Arguments of ``Backend.lookup`` for pooling the group's part of a batch."""
@@ -215,7 +213,7 @@ class TableLayout:
         self._sources[keys] = source, bool(np.array_equal(source, np.arange(len(keys))))
         return self._sources[keys]
 
-    def _clicked(self, batch: JaggedFeatures, lengths: np.ndarray) -> np.ndarray | None:
+    def _clicked(self, labels: torch.Tensor | None, lengths: np.ndarray) -> np.ndarray | None:
         """Whether each value's example was clicked, uint8 (n,); `lengths` are those of the columns' bags.
 
         Raises
@@ -223,7 +221,6 @@ class TableLayout:
         ShapeError
             A label is NaN, which is neither a click nor none.
         """
-        labels = batch.labels_or_none() if self._needs_labels else None
         if labels is None:
             return None
         labels = labels.detach().cpu().reshape(-1)
@@ -244,14 +241,14 @@ class TableLayout:
             into something that no longer fits.
         """
         source, identical = self._source_columns(batch._keys)
-        size = batch.batch_size
-        values, lengths = _host(batch.values()), _host(batch.lengths())
+        size = batch._batch_size
+        values, lengths = _host(batch._values), _host(batch._lengths)
         # Checked at construction too, but tensors can change since, and kernels index by these numbers.
         if lengths.size != len(batch._keys) * size:
             raise ShapeError(f"batch: {lengths.size} lengths for {len(batch._keys)} features of {size} examples")
-        timestamps = batch.timestamps_or_none()
+        timestamps = batch._timestamps
         stamps = None if timestamps is None else _host(timestamps)
-        weights = None if self.weighted is False else batch.weights_or_none()
+        weights = None if self.weighted is False else batch._weights
         if self.weighted and weights is None:
             raise ShapeError("batch: it has no weights, and this collection is weighted; give one weight a value")
         if not identical:
@@ -277,9 +274,9 @@ class TableLayout:
             table_offsets=table_offsets,
             bag_offsets=bag_offsets,
             timestamps=stamps,
-            clicked=self._clicked(batch, lengths),
+            clicked=self._clicked(batch._labels, lengths) if self._needs_labels else None,
             weights=weights,
-            lengths=batch.lengths(),
+            lengths=batch._lengths,
             sources=source,
         )
 

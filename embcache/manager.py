@@ -385,14 +385,16 @@ class EmbCacheManager(Savable):
         self, flat: FlatBatch, notice: Notice | None, timeline: Timeline | None = None, number: int = 0
     ) -> SwapInfo:
         """Plan a flattened batch and move its rows, in one call of the core where nothing has to be decided in between; inside the door."""
-        self.complete_abandoned()
+        if self._abandoned:
+            self.complete_abandoned()
         start = 0.0 if timeline is None else timeline.start("plan", number)
         out_s = in_s = 0.0
         if self._growing:
             plan = self._plan_with_room(flat, notice)
         else:
             plan = self._planned_in_one(flat, notice)
-            out_s, in_s = self._mover.seconds
+            if timeline is not None:
+                out_s, in_s = self._mover.seconds
         self.door.changes += 1
         info = SwapInfo(self, plan, flat)
         try:
@@ -417,7 +419,7 @@ class EmbCacheManager(Savable):
 
     def _planned_in_one(self, flat: FlatBatch, notice: Notice | None) -> Plan:
         """Plan and, as far as that needs no device, move."""
-        saving, last = self.saving, self.planner.step
+        saving, last = self.door.saving, self.planner.step
         if saving is None:
             return self._mover.plan(self.planner, flat, notice)
         try:

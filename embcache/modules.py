@@ -52,7 +52,7 @@ class PooledLookup(torch.autograd.Function):
         forward, ctx.token = update.begin(info, plain)
         try:
             out = torch.empty(
-                (info.batch_size, manager.layout.output_width), dtype=torch.float32, device=backend.device
+                (info.flat.batch_size, manager.layout.output_width), dtype=torch.float32, device=backend.device
             )
             ctx.rows = []
             with manager.door.training:

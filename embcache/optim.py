@@ -35,8 +35,6 @@ def _snapshot(value: Any) -> Any:
 
     A tensor that is not one number on a real device is left as it is, for the spec to refuse.
     """
-    if type(value) is float:  # the ordinary case, at every backward
-        return value
     if isinstance(value, (list, tuple)):
         return tuple(_snapshot(item) for item in value)
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -109,12 +107,13 @@ class EmbOptimizer(torch.optim.Optimizer):
         group = self.param_groups[0]
         # A learning rate may be a tensor that is changed in place: compare its value, never its identity.
         try:
-            values = tuple([_snapshot(group[name]) for name in self._names])
+            found = [group[name] for name in self._names]
         except KeyError as error:
             (name,) = error.args
             raise ConfigError(
                 f"ebc.optimizer.param_groups[0] has no {name!r}; set it, for example to {getattr(self._spec, name)!r}"
             ) from None
+        values = tuple([value if type(value) is float else _snapshot(value) for value in found])
         try:
             same = self._checked is not None and bool(self._checked[0] == values)
         except (RuntimeError, ValueError):  # something that has no one truth, as a tensor of two
@@ -135,9 +134,12 @@ class EmbOptimizer(torch.optim.Optimizer):
         ConfigError
             As `current_spec`.
         """
-        spec, step = self.current_spec(), self.step_count + 1
-        if self._rule is not None and self._rule[0] is spec and (self._rule[1] == step or spec.kind != "adam"):
-            return self._rule[2]
+        spec, known = self.current_spec(), self._rule
+        if known is not None and known[0] is spec and spec.kind != "adam":
+            return known[2]
+        step = self.step_count + 1
+        if known is not None and known[0] is spec and known[1] == step:
+            return known[2]
         rule = update_rule(spec, step=step)
         if not math.isfinite(rule.lr):  # Adam's bias correction can make it larger
             raise ConfigError(
@@ -148,7 +150,7 @@ class EmbOptimizer(torch.optim.Optimizer):
 
     def count_update(self) -> None:
         """Advance the step count: an update made by `next_rule` has been applied."""
-        self.state[self._anchor]["step"] = self.step_count + 1
+        self.state[self._anchor]["step"] += 1
         # Schedulers warn when they step before their optimizer did; for them, it just did.
         self._opt_called = True
 

@@ -17,7 +17,7 @@ from ..errors import ShapeError
 from ..hostmemory import Event, StagingBlock
 from ..lookup import GroupLookup
 
-__all__ = ["Backend", "Flags", "Indexes", "check_rows", "host_view", "numpy_view", "readable_view", "update_rule"]
+__all__ = ["Backend", "Flags", "Indexes", "check_rows", "host_view", "readable_view", "update_rule"]
 
 Indexes: TypeAlias = "NDArray[np.int64] | Tensor"
 Flags: TypeAlias = "NDArray[np.uint8] | Tensor"
@@ -180,17 +180,13 @@ def check_rows(rows: int, dim: int) -> None:
         )
 
 
-def numpy_view(tensor: Tensor) -> NDArray[Any]:
-    """NumPy view of a CPU tensor's memory; of bfloat16, as the int16 that hold its bits."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    array: NDArray[Any] = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
-    return array
-
-
 def host_view(values: Any) -> Any:
-    """NumPy view of a tensor's memory; NumPy arrays as they are; anything else for the kernels to refuse."""
-    return numpy_view(values) if isinstance(values, Tensor) and values.is_cpu else values
+    """NumPy view of a CPU tensor's memory, of bfloat16 as the int16 that hold its bits; anything else as it is, for the kernels to refuse."""
+    if not isinstance(values, Tensor) or not values.is_cpu:
+        return values
+    if values.requires_grad:
+        values = values.detach()
+    return (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
 
 
 def readable_view(values: Any) -> Any:

@@ -16,7 +16,7 @@ from .._core.kernels import UpdateRule
 from ..errors import HostMemoryError
 from ..hostmemory import DONE, HUGE_PAGE_BYTES, Event, StagingBlock, map_rows, unpromised_bytes
 from ..lookup import GroupLookup
-from .backend import Flags, Indexes, check_rows, host_view, numpy_view, readable_view
+from .backend import Flags, Indexes, check_rows, host_view, readable_view
 
 __all__ = ["CpuBackend"]
 
@@ -58,7 +58,7 @@ class CpuBackend:
         return unpromised_bytes()
 
     def as_numpy(self, tensor: Tensor) -> NDArray[Any]:
-        return numpy_view(tensor)
+        return host_view(tensor)
 
     # copies
 
@@ -68,7 +68,7 @@ class CpuBackend:
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
     def to_host(self, tensor: Tensor) -> NDArray[Any]:
-        return numpy_view(tensor)
+        return host_view(tensor)
 
     def fetched(self, tensor: Tensor) -> contextlib.AbstractContextManager[NDArray[Any]]:
         return contextlib.nullcontext(self.to_host(tensor))
@@ -130,7 +130,7 @@ class CpuBackend:
             lookup.inverse,
             *lookup.bags(),
             host_view(out),
-            per_sample_weights=readable_view(per_sample_weights),
+            per_sample_weights=None if per_sample_weights is None else readable_view(per_sample_weights),
             unique_start=lookup.unique_start,
             unique_stop=lookup.unique_stop,
             num_threads=self.num_threads,
@@ -162,7 +162,7 @@ class CpuBackend:
             offsets,
             *lookup.bags(),
             grad.numpy(),
-            per_sample_weights=readable_view(per_sample_weights),
+            per_sample_weights=None if per_sample_weights is None else readable_view(per_sample_weights),
             admitted=lookup.admitted,
             unique_start=lookup.unique_start,
             unique_stop=lookup.unique_stop,
@@ -237,7 +237,7 @@ class CpuBackend:
             order,
             offsets,
             *lookup.bags(),
-            per_sample_weights=readable_view(per_sample_weights),
+            per_sample_weights=None if per_sample_weights is None else readable_view(per_sample_weights),
             admitted=lookup.admitted,
             unique_start=lookup.unique_start,
             unique_stop=lookup.unique_stop,

@@ -32,7 +32,7 @@ from .._core.kernels import UpdateRule
 from ..errors import ConfigError, shown
 from ..hostmemory import DONE, Event, StagingBlock, StagingPool
 from ..lookup import GroupLookup
-from .backend import numpy_view
+from .backend import host_view
 from .cpu import CpuBackend
 
 __all__ = ["Emulated"]
@@ -172,7 +172,7 @@ class Emulated(CpuBackend):
 
     @contextlib.contextmanager
     def fetched(self, tensor: Tensor) -> Iterator[NDArray[Any]]:
-        values = numpy_view(tensor)
+        values = host_view(tensor)
         memory = self._staging.take(values.nbytes)
         try:
             staged = memory.numpy()[: values.nbytes].view(values.dtype).reshape(values.shape)

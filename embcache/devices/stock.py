@@ -19,7 +19,7 @@ from .._core.kernels import UpdateRule
 from ..errors import ConfigError, ShapeError
 from ..hostmemory import DONE, Event, StagingBlock, StagingPool, unpromised_bytes
 from ..lookup import GroupLookup, TorchIndexes
-from .backend import Flags, Indexes, check_rows, host_view, numpy_view
+from .backend import Flags, Indexes, check_rows, host_view
 
 __all__ = ["TorchBackend"]
 
@@ -89,7 +89,7 @@ class TorchBackend:
         try:
             staged.copy_(tensor, non_blocking=True)
             self.event().synchronize()
-            yield numpy_view(staged)
+            yield host_view(staged)
         finally:
             self._staging.give(memory, DONE)
 

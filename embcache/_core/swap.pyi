@@ -27,7 +27,7 @@ class SwapManager:
         *,
         policy: str = "lru",
         num_threads: int | None = None,
-        sweep_rows: int = 1048576,
+        sweep_rows: int = 2097152,
     ) -> None: ...
     def plan(
         self,

@@ -68,7 +68,7 @@ PEEK_DEFAULT = EC_PEEK_DEFAULT
 cdef enum:
     SMALL_CALL = 8192      # keys below which the pool is not woken
     SCAN_ROWS = 65536      # host rows read at a time
-    SWEEP_ROWS = 1 << 20   # places a plan looks at for a sweep: 2 to 6 ms of one core (bench_sweep)
+    SWEEP_ROWS = 1 << 21   # places a plan looks at for a sweep: 3 to 7 ms of one core (bench_sweep)
     MAX_CAPACITY = 0x7FFFFFFF
 
 _manager_numbers = itertools.count(1)

@@ -367,6 +367,33 @@ def test_a_pass_finds_exactly_the_dead_rows(isa, rows):
     manager.check()
 
 
+@pytest.mark.parametrize("size", [1, 64, 65, 128, 3000])
+def test_rows_that_are_taken_away_together_come_back_with_a_cancelled_plan(size):
+    """Blocks of rows, with survivors in each of them: rows that training has not met, and keys that came late."""
+    manager, table = make(700, evict_threshold=5, evict_step_interval=3, sweep_rows=1 << 40)
+    keys = np.random.default_rng(size).permutation(size) * 3 + 1
+    at = table.insert(keys)
+    last = np.where(np.arange(size) % 7 == 3, 100, 0)
+    counts = (np.arange(size) % 5 != 2).astype(np.int64)
+    table.write_columns(at, counts, last)
+    dead = keys[(last == 0) & (counts > 0)]
+    run(manager, [], [])
+    run(manager, [], [])
+    before = manager.filter_state(0)
+    one = manager.plan(np.array([-1]), np.array([0, 1]), np.array([100]))  # step 3: the sweep, and its whole pass
+    assert (table.find(dead) < 0).all() and len(table) == size - len(dead) + 1
+    manager.cancel(one)
+    manager.check()
+    assert table.find(keys).tolist() == at.tolist() and len(table) == size
+    after = manager.filter_state(0)
+    assert all(np.array_equal(before[name], after[name]) for name in ("keys", "counts", "last", "has_row"))
+    run(manager, [-1], [100])
+    assert (table.find(dead) < 0).all() and manager.stats()[0]["evicted"] == len(dead)
+    fresh = table.insert(np.arange(len(dead)) - 10**6)  # their rows are free: no row more is needed
+    assert set(fresh.tolist()) <= set(at.tolist()) | {size}
+    table.check()
+
+
 def test_steps_do_not_go_back():
     manager, _ = make(admit_threshold=2)
     run(manager, [5])

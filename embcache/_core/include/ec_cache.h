@@ -119,12 +119,13 @@ static inline int ec_cache_init(ec_cache *c, int64_t capacity, int policy, uint6
 
 /* ------------------------------------------------------------------------------------------------------- limbo entries */
 
-/* Room for one more limbo entry, and for giving every entry back, so that neither can fail later. */
-static inline int ec_limbo_reserve(ec_cache *c) {
-    if (c->limbo_unused.size > 0) return EC_OK;
-    if (c->limbo.size >= (int64_t)EC_NO_LIMBO - 1) return EC_LIMIT;
-    if (ec_vec_reserve_one(&c->limbo, sizeof(ec_limbo)) != EC_OK) return EC_NOMEM;
-    const int64_t missing = c->limbo.size + 1 - c->limbo_unused.size;
+/* Room for `n` more limbo entries, and for giving every entry back, so that neither can fail later. */
+static inline int ec_limbo_reserve(ec_cache *c, int64_t n) {
+    const int64_t fresh = n - c->limbo_unused.size;
+    if (fresh <= 0) return EC_OK;
+    if (c->limbo.size > (int64_t)EC_NO_LIMBO - 1 - fresh) return EC_LIMIT;
+    if (ec_vec_reserve(&c->limbo, fresh < 16 ? 16 : fresh, sizeof(ec_limbo)) != EC_OK) return EC_NOMEM;
+    const int64_t missing = c->limbo.size + fresh - c->limbo_unused.size;
     return ec_vec_reserve(&c->limbo_unused, missing < 16 ? 16 : missing + missing / 2, sizeof(uint32_t));
 }
 

@@ -160,15 +160,15 @@ static inline int ec_index_set(ec_index *index, int64_t key, uint64_t hash, uint
     return EC_OK;
 }
 
-/* Remove a key: its value, or -1 where absent. */
-static inline int64_t ec_index_erase(ec_index *index, int64_t key, uint64_t hash)
+/* Remove a key whose home bucket is `home`: its value, or -1 where absent. */
+static inline int64_t ec_index_erase_from(ec_index *index, int64_t key, uint64_t home)
 {
-    uint32_t *value = ec_index_place(index, key, hash);
+    uint32_t *value = ec_index_place_from(index, key, home);
     if (value == NULL)
         return -1;
     int64_t old = (int64_t)*value;
     uint64_t last = (uint64_t)((char *)value - (char *)index->buckets) / sizeof(ec_bucket);
-    for (uint64_t at = ec_index_home(index, hash); at != last;) {
+    for (uint64_t at = home; at != last;) {
         ec_bucket *bucket = index->buckets + at;
         if (ec_bucket_overflow(bucket) != EC_OVERFLOW_MAX)
             bucket->meta -= EC_OVERFLOW_ONE;
@@ -179,6 +179,11 @@ static inline int64_t ec_index_erase(ec_index *index, int64_t key, uint64_t hash
     bucket->meta &= ~(1u << (value - bucket->vals));
     index->size -= 1;
     return old;
+}
+
+static inline int64_t ec_index_erase(ec_index *index, int64_t key, uint64_t hash)
+{
+    return ec_index_erase_from(index, key, ec_index_home(index, hash));
 }
 
 /* Keys that fit in `bucket_count` buckets. */

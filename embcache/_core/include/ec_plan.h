@@ -133,7 +133,7 @@ static inline void ec_row_leave(ec_side *s, int64_t row, uint32_t period) {
 
 /* Evicts a resident key that a sweep up to `step` has killed from slot, index and host table. EC_NOMEM changes nothing. */
 static inline int ec_side_kill_slot(ec_side *s, ec_part *p, uint32_t slot, int64_t step) {
-    if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->deaths, sizeof(ec_death)) != EC_OK) return EC_NOMEM;
+    if (ec_limbo_reserve(&s->cache, 1) != EC_OK || ec_vec_reserve_one(&p->deaths, sizeof(ec_death)) != EC_OK) return EC_NOMEM;
     const int64_t key = s->cache.slots[slot].key, last = s->cache.slots[slot].last;
     EC_PUSH(p->deaths, ec_death, {ec_cache_kill(&s->cache, slot), last, step});
     ec_table_detach(s->table, key, ec_hash(key));
@@ -143,7 +143,7 @@ static inline int ec_side_kill_slot(ec_side *s, ec_part *p, uint32_t slot, int64
 
 /* Evicts a key that is in the host table only. EC_NOMEM changes nothing. */
 static inline int ec_side_kill_row(ec_side *s, ec_part *p, int64_t key, uint64_t hash, int64_t row, int64_t last, int64_t step) {
-    if (ec_limbo_reserve(&s->cache) != EC_OK || ec_vec_reserve_one(&p->deaths, sizeof(ec_death)) != EC_OK) return EC_NOMEM;
+    if (ec_limbo_reserve(&s->cache, 1) != EC_OK || ec_vec_reserve_one(&p->deaths, sizeof(ec_death)) != EC_OK) return EC_NOMEM;
     EC_PUSH(p->deaths, ec_death, {ec_cache_kill_row(&s->cache, key, row), last, step});
     ec_table_detach(s->table, key, hash);
     p->totals[EC_EVICTED]++;

@@ -12,6 +12,7 @@
 
 #include <stdint.h>
 
+#include "ec_bury.h"
 #include "ec_select.h"
 
 #define EC_AHEAD 16           /* prefetch distance of look-ups and of the policy's list */
@@ -40,38 +41,22 @@ static int ec_pass_slots(ec_side *s, ec_part *p, int64_t step, int64_t *budget) 
 /* Host rows `first` .. first + n - 1, of one extent, that are not resident and below the cut-off. Returns how many. */
 static inline int64_t ec_pass_candidates(const ec_table *t, int64_t first, int64_t n, int64_t cutoff, int avx2, int64_t *found) {
     const uint8_t *flags = ec_table_flags(t, first);
-    const int64_t *last = ec_table_ts(t, first);
+    const int64_t *last = ec_table_ts(t, first), *key = ec_table_key(t, first), *freq = ec_table_freq(t, first);
     uint64_t old[EC_EXTENT_ROWS / 64];
     int64_t got = 0;
     EC_CLONE_OF(ec_old_words, avx2)(last, n / 64, cutoff, old);
     for (int64_t word = 0; word < n / 64; word++) {
         if (!old[word]) continue;
-        for (uint64_t rest = ec_old_at_home(flags + 64 * word, old[word]); rest; rest &= rest - 1)
-            found[got++] = first + 64 * word + __builtin_ctzll(rest);
+        for (uint64_t rest = ec_old_at_home(flags + 64 * word, old[word]); rest; rest &= rest - 1) {
+            const int64_t i = 64 * word + __builtin_ctzll(rest);
+            EC_PREFETCH_WRITE(key + i);
+            EC_PREFETCH_READ(freq + i);
+            found[got++] = first + i;
+        }
     }
     for (int64_t i = n / 64 * 64; i < n; i++)
         if (last[i] < cutoff && (flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE) found[got++] = first + i;
     return got;
-}
-
-/* Takes away host rows that are not resident; `by_time`: only those of them that are dead. Key and counters of a row are
- * asked for two windows ahead, its bucket one. */
-static int ec_bury_rows(ec_side *s, ec_part *p, int64_t step, const int64_t *rows, int64_t n, int by_time) {
-    const ec_table *t = s->table;
-    for (int64_t i = 0; i < n + 2 * EC_AHEAD; i++) {
-        if (i < n) {
-            EC_PREFETCH_WRITE(ec_table_key(t, rows[i]));
-            EC_PREFETCH_READ(ec_table_freq(t, rows[i]));
-        }
-        if (i >= EC_AHEAD && i - EC_AHEAD < n) {
-            const uint64_t hash = ec_hash(*ec_table_key(t, rows[i - EC_AHEAD]));
-            ec_index_prefetch(&ec_table_partition(t, hash)->index, hash);
-        }
-        if (i < 2 * EC_AHEAD || (by_time && !ec_side_row_dead(s, rows[i - 2 * EC_AHEAD]))) continue;
-        const int64_t row = rows[i - 2 * EC_AHEAD], key = *ec_table_key(t, row), last = by_time ? *ec_table_ts(t, row) : 0;
-        if (ec_side_kill_row(s, p, key, ec_hash(key), row, last, step) != EC_OK) return EC_NOMEM;
-    }
-    return EC_OK;
 }
 
 static int ec_pass_rows(ec_side *s, ec_part *p, int64_t step, int avx2, int64_t *budget) {
@@ -89,7 +74,7 @@ static int ec_pass_rows(ec_side *s, ec_part *p, int64_t step, int avx2, int64_t 
             pass->at += n;
             *budget -= n + more * EC_BURY_COST;
         }
-        if (ec_bury_rows(s, p, step, found, some, 1) != EC_OK) return EC_NOMEM;
+        if (ec_bury(s, p, step, found, some, 1) != EC_OK) return EC_NOMEM;
     }
     return EC_OK;
 }
@@ -180,6 +165,7 @@ static int ec_kill_places(ec_work *w, int64_t t, const int64_t *places, int64_t 
     int64_t rows[EC_BURY_TOGETHER + EC_RUN], at_home = 0;
     for (int64_t i = 0; i < n; i++) {
         if (places[i] >= capacity && places[i] < capacity + limit) {
+            EC_PREFETCH_WRITE(ec_table_key(s->table, places[i] - capacity));
             rows[at_home++] = places[i] - capacity;
             continue;
         }
@@ -193,7 +179,7 @@ static int ec_kill_places(ec_work *w, int64_t t, const int64_t *places, int64_t 
         w->row[u] = -1;
         w->admitted[u] = 0;
     }
-    return ec_bury_rows(s, p, w->step, rows, at_home, 0);
+    return ec_bury(s, p, w->step, rows, at_home, 0);
 }
 
 /* Removes waiting keys by their entries. */

@@ -296,13 +296,17 @@ static inline int64_t ec_table_local(const ec_table *t, int64_t row)
     return ((int64_t)t->extent_local[row >> EC_EXTENT_BITS] << EC_EXTENT_BITS) | (row & (EC_EXTENT_ROWS - 1));
 }
 
-static inline void ec_partition_push(const ec_table *t, ec_partition *p, int64_t local)
+static inline void ec_partition_push_row(const ec_table *t, ec_partition *p, int64_t local, int64_t row)
 {
-    int64_t row = ec_partition_row(p, local);
     *ec_table_flags(t, row) = 0;
     *ec_table_key(t, row) = p->free_head;
     p->free_head = local;
     p->free_count += 1;
+}
+
+static inline void ec_partition_push(const ec_table *t, ec_partition *p, int64_t local)
+{
+    ec_partition_push_row(t, p, local, ec_partition_row(p, local));
 }
 
 /* The next local: from the free list, else by counting up (its extent may have to be taken yet). -1 at the limit. */
@@ -450,14 +454,8 @@ static int ec_table_back_locals(ec_table *t)
 
 /* -------------------------------------------------------------------------------------------------------- life of a row */
 
-static int64_t ec_table_detach(ec_table *t, int64_t key, uint64_t hash)
+static inline void ec_table_enter_limbo(ec_table *t, ec_partition *p, uint64_t hash, uint8_t *flags)
 {
-    ec_partition *p = ec_table_partition(t, hash);
-    int64_t local = ec_index_erase(&p->index, key, hash);
-    if (local < 0)
-        return -1;
-    int64_t row = ec_partition_row(p, local);
-    uint8_t *flags = ec_table_flags(t, row);
     EC_ASSERT(*flags & EC_LIVE);
     *flags = (uint8_t)((*flags & ~EC_LIVE) | EC_LIMBO);
     p->limbo += 1;
@@ -465,7 +463,26 @@ static int64_t ec_table_detach(ec_table *t, int64_t key, uint64_t hash)
     t->limbo += 1;
     t->live -= 1;
     t->version += 1;
+}
+
+static int64_t ec_table_detach(ec_table *t, int64_t key, uint64_t hash)
+{
+    ec_partition *p = ec_table_partition(t, hash);
+    int64_t local = ec_index_erase(&p->index, key, hash);
+    if (local < 0)
+        return -1;
+    int64_t row = ec_partition_row(p, local);
+    ec_table_enter_limbo(t, p, hash, ec_table_flags(t, row));
     return row;
+}
+
+/* The same of a key that is there, whose partition, home bucket and row's flags are known. */
+static inline void ec_table_detach_from(ec_table *t, ec_partition *p, int64_t key, uint64_t hash, uint64_t home, uint8_t *flags)
+{
+    const int64_t local = ec_index_erase_from(&p->index, key, home);
+    EC_ASSERT(local >= 0 && ec_table_flags(t, ec_partition_row(p, local)) == flags);
+    (void)local;
+    ec_table_enter_limbo(t, p, hash, flags);
 }
 
 static inline void ec_table_leave_limbo(ec_table *t, ec_partition *p, uint64_t hash)
@@ -520,7 +537,7 @@ static void ec_table_free_row(ec_table *t, uint64_t hash, int64_t row)
     if (t->tracking == EC_TRACKED)
         ec_table_log_erased(t, *ec_table_key(t, row));
     ec_table_leave_limbo(t, p, hash);
-    ec_partition_push(t, p, ec_table_local(t, row));
+    ec_partition_push_row(t, p, ec_table_local(t, row), row);
 }
 
 /* Undo of an insert, newest first: the next inserts get the same row indexes again, unless a partition was split between

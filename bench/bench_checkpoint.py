@@ -26,7 +26,7 @@ from embcache.table import EmbTable
 from machine import available_bytes
 from peers.checkpoints import PEERS, Rows, plain_write, record_per_row, safetensors_or_why
 from peers.limits import fresh_memset
-from race import MILLION_ROWS, MILLISECONDS, Absent, Contender, Race, Unit
+from race import BYTES, MILLION_ROWS, MILLISECONDS, Absent, Contender, Race, Unit
 from samples import keys_of
 from steps import OurStep, Shape, draw
 
@@ -35,7 +35,6 @@ ROW_BYTES = 8 + 4 * DIM
 PIECE = 1 << 16
 LMDB_SHARE = 8  # a record for each row is so slow that an eighth of the rows must do
 MEGABYTES = Unit("MB/s", 1.0, rate=True)
-BYTES = Unit("MB", 1.0, rate=False)
 NANOSECONDS = Unit("ns", 1e-9, rate=False)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from crew import Crew
 
-from race import MILLISECONDS, Absent, Contender, Race
+from race import BYTES, MILLISECONDS, Absent, Contender, Race
 from sharded import Job, build, step, wire
 
 JOBS = [Job(), Job(zipf=0.0), Job(tables=26, rows=10_000, dim=16, pooling=1)]
@@ -49,9 +49,20 @@ def test_step_of_two_ranks(race: Race, crew: Crew, job: Job) -> None:
     )
 
 
-def test_bytes_on_the_wire_of_zipf_ids(crew: Crew) -> None:
-    """No race: a count. Distinct keys travel once."""
-    crew.run(build, Job(), False)
+def test_bytes_on_the_wire_of_zipf_ids(race: Race, crew: Crew) -> None:
+    """Distinct keys travel once, and so do their rows and gradients."""
+    job = Job()
+    crew.run(build, job, False)
     sent, without = (sum(column) for column in zip(*crew.run(wire, 0), strict=True))
-    print(f"2 ranks, zipf 1.05: {sent} bytes a step, {without} without dedup: {without / sent:.2f} times as many")
     assert sent < without
+    race(
+        "step of 2 ranks, bytes",
+        f"2 ranks, {job.tables} tables of {job.rows} x {job.dim}, pooling {job.pooling}, zipf {job.zipf}: bytes on the wire",
+        Contender("embcache", lambda _i: sent, seconds_of=lambda count: count / 1e6),
+        [Contender("every occurrence", lambda _i: without, seconds_of=lambda count: count / 1e6)],
+        threads=2,
+        work=1,
+        unit=BYTES,
+        rounds=3,
+        check_sets=(),
+    )

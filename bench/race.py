@@ -17,6 +17,7 @@ from typing import Any
 from machine import LoadMeter, is_quiet, wait_until_quiet
 
 __all__ = [
+    "BYTES",
     "MICROSECONDS",
     "MILLION_KEYS",
     "MILLION_ROWS",
@@ -58,6 +59,7 @@ MILLION_KEYS = Unit("M keys/s", 1e6, rate=True)
 MILLION_ROWS = Unit("M rows/s", 1e6, rate=True)
 MICROSECONDS = Unit("us", 1e-6, rate=False)
 MILLISECONDS = Unit("ms", 1e-3, rate=False)
+BYTES = Unit("MB", 1.0, rate=False)  # counted, not timed: bytes / 1e6 in place of seconds
 
 
 @dataclass(frozen=True)

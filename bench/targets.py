@@ -69,6 +69,7 @@ class Standing:
 BOOST, ROBIN = r"boost::unordered_flat_map$", r"tsl::robin_map$"
 TORCH_1 = r"(26 x )?torch.unique\(return_inverse\), 1 thread$"
 LINE, COPY = "limit: one line a key", "limit: copy from known addresses"
+SHARDED = "ShardedEmbeddingBagCollection"
 TBE = "FBGEMM CPU TBE"
 RESIDENT_STEPS = r"step .*, (SGD|RowWiseAdagrad)$"
 
@@ -133,6 +134,30 @@ TARGETS: Sequence[Target] = (
         mean=True,
     ),
     Target("step, resident, two threads: mean, against FBGEMM", RESIDENT_STEPS, TBE, 2.0, 4.0, 2, mean=True),
+    Target(
+        "step of 2 ranks, Zipf ids, against TorchRec's sharded collection",
+        "2 ranks, .*zipf 1.05$",
+        SHARDED,
+        1.0,
+        1.5,
+        2,
+    ),
+    Target(
+        "step of 2 ranks, uniform ids, against TorchRec's sharded collection",
+        "2 ranks, .*zipf 0.0$",
+        SHARDED,
+        0.8,
+        1.0,
+        2,
+    ),
+    Target(
+        "2 ranks, Zipf ids: bytes on the wire without dedup over with",
+        "2 ranks, .*: bytes",
+        "every occurrence",
+        1.5,
+        2.0,
+        2,
+    ),
     Target("step, Adam, against nn.EmbeddingBag + SparseAdam", "step .*, Adam$", "nn.EmbeddingBag", 3.0, 5.0),
     Target("full save of 4 GB: share of plain write + fsync", "full save of 4 GB", "plain write", 0.85, 1.5),
     Target("full save of 4 GB, against a record a row in LMDB", "full save of 4 GB", "py-lmdb", 1.5, 3.0),

@@ -3,6 +3,7 @@
     python bench/bench_lookahead.py
 
 `look` is the notice itself; `plan` and `finish` are those calls with a notice, beside those without. Batches of both run in turns.
+As a bench it gives the notice, and all that an id takes more than under "lru".
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from embcache._core.swap import SwapManager
 from embcache._core.table import Table
+from race import Contender, Race, Unit
 from samples import Sampler, keys_of
 
 STEPS, POPULATION = 16, 1_000_000
+WINDOW = 8  # batches
+NANOSECONDS = Unit("ns", 1e-9, rate=False)
 CASES = [
     ("zipf", 1, 65_536, 1),
     ("zipf", 26, 4096, 20),
@@ -29,7 +34,7 @@ CASES = [
 
 @dataclass
 class Run:
-    """One planner on its way through the batches, twice: the first round warms up."""
+    """One planner on its way through the batches, round after round: the first one warms up."""
 
     manager: SwapManager
     window: int
@@ -41,7 +46,7 @@ class Run:
     def step(self, number: int, batches: list[tuple[np.ndarray, np.ndarray]]) -> None:
         """Tell of what comes into view, plan, finish."""
         timed = number >= len(batches)
-        while self.window and self.told < min(number + self.window + 1, 2 * len(batches)):
+        while self.window and self.told < number + self.window + 1:
             batch = batches[self.told % len(batches)]
             self.notices.append(self.spent("look", timed, self.manager.look_ahead, *batch))
             self.told += 1
@@ -70,6 +75,62 @@ def draw(kind: str, tables: int, bags: int, longest: int) -> list[tuple[np.ndarr
     return batches
 
 
+class Pair:
+    """The same batches under "lookahead" and under "lru", in turns, one thread.
+
+    Attributes
+    ----------
+    label : str
+    ids : int
+        Of a round of `STEPS` batches.
+    ours, plain : Run
+    """
+
+    def __init__(self, kind: str, tables: int, bags: int, longest: int) -> None:
+        self.label = f"{kind}, {tables} x {bags} x 1..{longest}"
+        self._batches = draw(kind, tables, bags, longest)
+        self.ids = sum(len(keys) for keys, _ in self._batches)
+        slots = max(POPULATION // 10, int(1.2 * max(len(np.unique(keys)) for keys, _ in self._batches) / tables))
+        names = [f"{kind} {t}" for t in range(tables)]
+        self.ours, self.plain = (
+            Run(SwapManager([Table(name, 1) for name in names], [slots] * tables, policy=policy, num_threads=1), ahead)
+            for policy, ahead in (("lookahead", WINDOW), ("lru", 0))
+        )
+        self._number = 0
+
+    def round(self) -> tuple[dict[str, float], dict[str, float]]:
+        """One round of both; what it took, by call. Nothing is counted in the first."""
+        before = [dict(run.seconds) for run in (self.ours, self.plain)]
+        for number in range(self._number, self._number + STEPS):
+            self.ours.step(number, self._batches)
+            self.plain.step(number, self._batches)
+        self._number += STEPS
+        ours, plain = (
+            {name: run.seconds[name] - old[name] for name in old}
+            for run, old in zip((self.ours, self.plain), before, strict=True)
+        )
+        return ours, plain
+
+    def close(self) -> None:
+        """Free the tables."""
+        self.ours.manager.close()
+        self.plain.manager.close()
+
+
+@pytest.mark.parametrize(("kind", "tables", "bags", "longest"), CASES)
+def test_look_ahead(race: Race, kind: str, tables: int, bags: int, longest: int) -> None:
+    pair = Pair(kind, tables, bags, longest)
+    pair.round()
+    for what, seconds_of in (
+        ("the notice", lambda took: took[0]["look"]),
+        ("all beyond lru", lambda took: sum(took[0].values()) - sum(took[1].values())),
+    ):
+        ours = Contender("embcache", lambda i: pair.round(), seconds_of=seconds_of)
+        case = f"look-ahead, {pair.label}: {what}"
+        race("look-ahead", case, ours, [], work=pair.ids, unit=NANOSECONDS, rounds=5)
+    pair.close()
+
+
 def main() -> None:
     """Print a table in Markdown."""
     head = [
@@ -86,32 +147,22 @@ def main() -> None:
         "bytes an id",
     ]
     print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
-    for kind, tables, bags, longest in CASES:
-        batches = draw(kind, tables, bags, longest)
-        slots = max(POPULATION // 10, int(1.2 * max(len(np.unique(keys)) for keys, _ in batches) / tables))
-        window = 8
-        names = [f"{kind} {t}" for t in range(tables)]
-        ours, plain = (
-            Run(SwapManager([Table(name, 1) for name in names], [slots] * tables, policy=policy, num_threads=1), ahead)
-            for policy, ahead in (("lookahead", window), ("lru", 0))
-        )
-        for number in range(2 * STEPS):
-            ours.step(number, batches)
-            plain.step(number, batches)
-            if number == STEPS:
-                held = sum(stats["coming_bytes"] for stats in ours.manager.stats())
-        ids = sum(len(keys) for keys, _ in batches)
-        uniques = sum(s["hits"] + s["misses"] for s in plain.manager.stats()) / 2
-        cells = [1e9 * run.seconds[name] / ids for name, run in (("look", ours), ("plan", ours), ("plan", plain))]
-        cells += [1e9 * run.seconds["finish"] / ids for run in (ours, plain)]
+    for case in CASES:
+        pair = Pair(*case)
+        pair.round()
+        held = sum(stats["coming_bytes"] for stats in pair.ours.manager.stats())
+        ours, plain = pair.round()
+        ids = pair.ids
+        uniques = sum(s["hits"] + s["misses"] for s in pair.plain.manager.stats()) / 2
+        cells = [1e9 * took[name] / ids for name, took in (("look", ours), ("plan", ours), ("plan", plain))]
+        cells += [1e9 * took["finish"] / ids for took in (ours, plain)]
         print(
-            f"| {kind}, {tables} x {bags} x 1..{longest} | {window} batches | {ids // STEPS:,} | "
+            f"| {pair.label} | {WINDOW} batches | {ids // STEPS:,} | "
             + " | ".join(f"{cell:.0f}" for cell in cells)
-            + f" | {ours.hits / uniques:.2f} | {plain.hits / uniques:.2f} | {held / (window * ids / STEPS):.0f} |",
+            + f" | {pair.ours.hits / uniques:.2f} | {pair.plain.hits / uniques:.2f} | {held / (WINDOW * ids / STEPS):.0f} |",
             flush=True,
         )
-        ours.manager.close()
-        plain.manager.close()
+        pair.close()
 
 
 if __name__ == "__main__":

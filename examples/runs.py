@@ -131,7 +131,7 @@ def run_embcache(
 
         def note() -> str:
             now = pipe.stats()
-            return f", hit rate {now['hit_rate']:.1%}, device busy {now['device_busy']:.0%}"
+            return f", hit rate {now['hit_rate']:.1%}, swaps {now['swap_mb_per_s']:.1f} MB/s, device busy {now['device_busy']:.0%}"
 
         seconds, lookups = _train(name, steps(), train, setting, note, first, after_step)
         checkpoints.finish()

@@ -73,6 +73,18 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out.png", "t.json"]
 
 
+def test_scalars_reach_tensorboard(tmp_path: Path) -> None:
+    writers = pytest.importorskip("torch.utils.tensorboard")
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with writers.SummaryWriter(str(tmp_path)) as writer:
+        for step, rate in ((3, 0.25), (4, 0.5)):
+            write_scalars(writer, {"hit_rate": rate, "batches_done": step, "stage_s": {"plan": 0.004}}, step)
+    found = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    assert [(one.step, one.value) for one in found.Scalars("embcache/hit_rate")] == [(3, 0.25), (4, 0.5)]
+    assert found.Scalars("embcache/stage_seconds/plan")[0].value == pytest.approx(0.004)
+    assert [one.value for one in found.Scalars("embcache/batches_done")] == [3, 4]
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

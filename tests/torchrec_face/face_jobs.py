@@ -290,3 +290,11 @@ def refusals(rank: int, world: int) -> list[str]:
         except ConfigError as error:
             said.append(str(error))
     return said
+
+
+def run_example(rank: int, world: int, arguments: list[str]) -> float:
+    """What the example finds."""
+    import torchrec_dlrm
+
+    found: float = torchrec_dlrm.main(arguments)
+    return found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +151,54 @@ def test_what_is_not_row_wise_is_refused(pair: Crew) -> None:
         assert "apply_optimizer_in_backward" in said[2]
         assert "wire_rows" in said[3]
         assert "no cached collection" in said[4]
+
+
+def test_the_example_goes_on_from_what_it_has_saved(pair: Crew, tmp_path: Path) -> None:
+    """In two processes to the same score as a run in one piece; and in one process, with what two have saved."""
+    import torchrec_dlrm
+
+    arguments = ["--clicks", "3000", "--batch-size", "64", "--rows", "900", "--every", "4"]
+    straight = run(pair, face_jobs.run_example, [*arguments, "--steps", "12"])
+    assert straight[0] == straight[1] > 0.4
+    saved = [*arguments, "--save", str(tmp_path / "run")]
+    assert run(pair, face_jobs.run_example, [*saved, "--steps", "8"]) != straight
+    assert [one.generation for one in ec.generations(tmp_path / "run")] == [1, 2]
+    alone = torchrec_dlrm.main(
+        [*arguments, "--save", str(shutil.copytree(tmp_path / "run", tmp_path / "copy")), "--steps", "12"]
+    )
+    assert run(pair, face_jobs.run_example, [*saved, "--steps", "12"]) == straight
+    assert abs(alone - straight[0]) < 0.01
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(
+    "EMBCACHE_SOAK" not in os.environ, reason="EMBCACHE_SOAK is not set: three times two processes that import TorchRec"
+)
+def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "examples/torchrec_dlrm.py",
+    ]
+    command += ["--clicks", "20000", "--steps", "30", "--rows", "2000", "--every", "8"]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+
+    def ran(*more: str) -> Any:
+        return subprocess.run(
+            [*command, *more], cwd=root, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
+
+    straight = ran()
+    assert straight.returncode == 0 and "AUC" in straight.stdout, straight.stderr
+    killed = ran("--save", str(tmp_path / "run"), "--kill-at", "20")
+    assert killed.returncode != 0 and "SIGKILL" in killed.stderr
+    resumed = ran("--save", str(tmp_path / "run"))
+    assert resumed.returncode == 0 and resumed.stdout == straight.stdout, resumed.stderr
 
 
 def test_a_plan_needs_ranks() -> None:

@@ -125,6 +125,16 @@ def _file_error(str owner, str path, str doing, int number, int64_t need=0, bint
     return StorageError(number, f"{owner}: {doing}: {reason}", path)
 
 
+cdef int _see_that_a_descriptor_is_left() except -1:
+    """OSError where none is: a directory that was made then could not be locked, and only who has it locked may remove it."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+    return 0
+
+
 cdef int _give_up(Directory directory) except -1:
     """After a failed start: leave nothing behind that was not there."""
     if directory.made and directory.locked:
@@ -181,6 +191,7 @@ cdef class Directory:
         self.owner = owner
         self.path = os.path.abspath(given)
         try:
+            _see_that_a_descriptor_is_left()
             try:
                 os.mkdir(self.path)
                 self.made = 1

@@ -6,9 +6,11 @@ import errno
 import os
 import pickle
 import re
+import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -126,3 +128,58 @@ def test_a_table_for_which_no_descriptor_is_left_leaves_nothing(tmp_path: Path, 
     number, made, there, remedy = found.stdout.split() or [found.stderr]
     assert (int(number), remedy) == (errno.EMFILE, "True")
     assert int(made) == int(there) > 0
+
+
+MANY = """
+import os, resource, sys
+import numpy as np
+from embcache import EmbTable, StorageError
+place, count, hard = sys.argv[1], int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+opened = lambda i: EmbTable(f"t{i}", 4, state_dim=4, directory=f"{place}/{i}")
+keys = lambda i: np.arange(32) * count + i
+values = lambda i: np.full((32, 4), i, np.float32)
+tables = [opened(i) for i in range(count)]
+for i, table in enumerate(tables):
+    table.assign(keys(i)[:16], values(i)[:16])
+assert sum(table.stats()["bytes"] for table in tables) < count * 256 * 2**10
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+last = []  # from here on no descriptor is left
+try:
+    while True:
+        last.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+refusals = []
+for tried in (lambda: opened(count), tables[0].flush, tables[1].close):
+    try:
+        tried()
+    except StorageError as error:
+        refusals.append((error.errno, "ulimit -n" in str(error)))
+for i, table in enumerate(tables):
+    table.assign(keys(i), values(i))
+    assert (table.find(keys(i)) >= 0).all() and (table.find(keys(i) + 1) < 0).all()
+for number in last:
+    os.close(number)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+for table in tables:
+    table.close()
+for i in range(count):
+    with opened(i) as table:
+        weights, state = table.lookup_rows(keys(i))
+        assert len(table) == 32 and (weights == i).all() and not state.any()
+print(refusals, len(os.listdir(place)))
+"""
+
+
+def test_a_thousand_tables_in_files_also_where_no_descriptor_is_left(tmp_path: Path) -> None:
+    """What is open goes on without one: rows come and are found. What needs one says so, and can be done afterwards."""
+    count = 1000
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2 * count + 100:
+        pytest.skip(f"{count} tables in files keep {2 * count} descriptors; this system gives fewer")
+    memory = Path("/dev/shm")  # where it is, for speed: a disk syncs every one of them several times
+    place = memory if memory.is_dir() and shutil.disk_usage(memory).free > 2**30 else tmp_path
+    with tempfile.TemporaryDirectory(dir=place) as base:
+        command = [sys.executable, "-c", MANY, base, str(count)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert found.stdout.split("\n")[0] == f"{[(errno.EMFILE, True)] * 3} {count}", found.stderr[-2000:]

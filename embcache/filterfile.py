@@ -15,11 +15,15 @@ from .config import AdmitAndEvictConfig
 from .errors import ConfigError, CorruptionError
 
 __all__ = [
+    "OLD",
     "SKETCHES",
+    "SKETCH_CHANGES",
+    "YOUNG",
     "meaning",
     "merged_numbers",
     "pack",
     "pack_as",
+    "sketch_blobs",
     "sketch_cell_bytes",
     "sketch_name",
     "take_apart",
@@ -27,12 +31,18 @@ __all__ = [
 ]
 
 FORMAT = 2
-SKETCHES = ("sketch_young", "sketch_old")
+YOUNG, OLD, SKETCH_CHANGES = "sketch_young", "sketch_old", "sketch_changes"
+SKETCHES = (YOUNG, OLD)
 
 
 def sketch_name(table: str, which: str) -> str:
-    """The name of the bytes of one generation of a filter's sketch."""
+    """The name of the bytes of one generation of a filter's sketch, or of what has changed in it."""
     return f"filter/{table}/{which}"
+
+
+def sketch_blobs(table: str) -> list[str]:
+    """The names of all bytes that a generation may have of a table's sketch."""
+    return [sketch_name(table, which) for which in (*SKETCHES, SKETCH_CHANGES)]
 
 
 _CELL = "bytes of a sketch's counter (by admit_threshold)"

@@ -4,6 +4,8 @@ Each writer has counted the keys of its own vshards. Where as many ranks read as
 wrote. Otherwise it gets the waiting keys of its vshards (the reader's business), the furthest clocks of the writers that held them, and of
 their sketches the larger one of each two counters: every occurrence of a key was counted in one of them, so no estimate is too low,
 and to read, write and read again makes none larger. Counters of other ranks' keys raise estimates until the sketch has turned twice.
+
+A delta may have of a sketch the counters of its young generation that have changed since the parent, as long as no generation has ended.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import numpy as np
 
 from .checkpoint import FilterState, Reader, vshards_of
 from .errors import CorruptionError
-from .filterfile import SKETCHES, merged_numbers, sketch_cell_bytes, sketch_name
+from .filterfile import SKETCH_CHANGES, SKETCHES, YOUNG, merged_numbers, sketch_blobs, sketch_cell_bytes, sketch_name
 
-__all__ = ["filter_state", "numbers_of", "sketch_of", "writers_of_share"]
+__all__ = ["filter_state", "numbers_of", "sketch_of", "sketch_of_writer", "sketch_writers", "writers_of_share"]
 
 
 def writers_of_share(wrote: list[int], written: int, rank: int, world: int) -> list[int]:
@@ -44,38 +46,66 @@ def sketch_of(reader: Reader, name: str, which: str, rank: int, world: int) -> n
     CorruptionError
         Two writers' have different sizes, or it is none of whole counters.
     """
-    blob = sketch_name(name, which)
-    writers = writers_of_share(reader.state_writers(blob), reader.world_written, rank, world)
+    writers = writers_of_share(sketch_writers(reader, name), reader.world_written, rank, world)
     if not writers:
         return np.empty(0, np.uint8)
-    whole = np.empty(reader.state_bytes(blob, writers[0]), np.uint8)
-    _cells(reader, name, blob, writers[0], whole, first=True)
+    whole = sketch_of_writer(reader, name, which, writers[0])
+    size = sketch_cell_bytes(reader.table_metadata(name)[0].get("filter"))
     for writer in writers[1:]:
-        _cells(reader, name, blob, writer, whole, first=False)
+        more = sketch_of_writer(reader, name, which, writer)
+        if len(more) != len(whole):
+            raise _damage(reader, name, writer, f"has a sketch of {len(more)} bytes where {len(whole)} are expected")
+        np.maximum(whole.view(f"<u{size}"), more.view(f"<u{size}"), out=whole.view(f"<u{size}"))
     return whole
 
 
-def _cells(reader: Reader, name: str, blob: str, writer: int, whole: np.ndarray, first: bool) -> None:
-    """Put a writer's counters into `whole`, or the larger ones of theirs and those there."""
+def sketch_writers(reader: Reader, name: str) -> list[int]:
+    """The writers that have a sketch of a table's, whole or what of it has changed."""
+    return sorted({writer for blob in sketch_blobs(name) for writer in reader.state_writers(blob)})
+
+
+def sketch_of_writer(reader: Reader, name: str, which: str, writer: int) -> np.ndarray:
+    """What one writer has of a generation of the sketch, with what later deltas have changed in it: uint8. `CorruptionError` as `sketch_of`."""
+    blob, changes = sketch_name(name, which), sketch_name(name, SKETCH_CHANGES)
     size = sketch_cell_bytes(reader.table_metadata(name)[0].get("filter"))
+    back = 0
+    while writer not in reader.state_writers(blob, back):
+        if writer not in reader.state_writers(changes, back) or back + 1 == len(reader.chain):
+            raise _damage(
+                reader, name, writer, f"has changes of a sketch that generation {reader.chain[-1 - back]} lacks"
+            )
+        back += 1
+    whole = _bytes_of(reader, blob, writer, back)
+    if len(whole) % size:
+        raise _damage(reader, name, writer, f"has a sketch of {len(whole)} bytes in counters of {size}")
+    cells = whole.view(f"<u{size}")
+    for newer in reversed(range(back if which == YOUNG else 0)):
+        packed = _bytes_of(reader, changes, writer, newer)
+        count = len(packed) // (4 + size)
+        places = packed[: 4 * count].view("<u4")
+        if len(packed) != count * (4 + size) or (count and int(places.max()) >= len(cells)):
+            raise _damage(
+                reader, name, writer, f"has changes of a sketch that do not fit into one of {len(whole)} bytes"
+            )
+        cells[places] = packed[4 * count :].copy().view(f"<u{size}")
+    return whole
+
+
+def _bytes_of(reader: Reader, blob: str, writer: int, back: int) -> np.ndarray:
+    content = np.empty(reader.state_bytes(blob, writer, back), np.uint8)
     at = 0
-    for piece in reader.state_pieces(blob, writer):
-        there = whole[at : at + len(piece)]
-        if len(there) < len(piece) or len(piece) % size:
-            break
-        if first:
-            there[:] = piece
-        else:
-            cells = there.view(f"<u{size}")
-            np.maximum(cells, piece.view(f"<u{size}"), out=cells)
+    for piece in reader.state_pieces(blob, writer, back):
+        content[at : at + len(piece)] = piece
         at += len(piece)
-    if at != len(whole) or reader.state_bytes(blob, writer) != at:
-        raise CorruptionError(
-            f"generation {reader.generation}, table {name!r}: writer {writer} has a sketch of {reader.state_bytes(blob, writer)} bytes in counters "
-            f"of {size}, where {len(whole)} are expected",
-            generation=reader.generation,
-            table=name,
-        )
+    return content
+
+
+def _damage(reader: Reader, name: str, writer: int, what: str) -> CorruptionError:
+    return CorruptionError(
+        f"generation {reader.generation}, table {name!r}: writer {writer} {what}",
+        generation=reader.generation,
+        table=name,
+    )
 
 
 def filter_state(reader: Reader, name: str) -> dict[str, Any] | None:

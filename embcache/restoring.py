@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ._core.cut import filter_saved
 from ._core.doors import Doors
 from ._core.swap import SwapManager
 from ._core.table import Table
@@ -93,6 +94,8 @@ class _Prepared:
             self.tables[t].mark_saved()
             if reader.tables.get(name) != describe(self.manager, t, self.module):
                 self.tables[t].mark_erased(None)
+            else:
+                filter_saved(self.planner, t)
         self.manager.note_saved(where, reader.generation, created_of(where, reader.generation), self.module)
 
 

@@ -33,6 +33,7 @@ from ._core.cut import (
     Cut,
     FilterCut,
     changed_rows,
+    filter_bytes,
     left_rows,
     list_slots,
     next_period,
@@ -84,6 +85,8 @@ class Part:
     description : TableDescription
     tracked : bool
         Whether the table knew what had changed since the last save.
+    full_bytes : int
+        About what all its rows and its filter take.
     whole : bool
         Whether all rows are written, not only those that have changed.
     members : uint8 (host rows,)
@@ -101,6 +104,7 @@ class Part:
         self.manager, self.module, self.t, self.description = manager, module, t, description
         self.core = manager.host_tables[t]
         self.tracked, self.whole = self.core.tracked, True
+        self.full_bytes = 0
         self.members = np.empty(0, np.uint8)
         self.left = self.listed = self.written = 0
         self.unlisted = False
@@ -113,16 +117,13 @@ class Part:
     # ---------------------------------------------------------------------------------------------------------- the cut
 
     def note_changes(self) -> int:
-        """About how many bytes a delta takes."""
+        """About how many bytes a delta takes; `full_bytes` is known then."""
         self.log = self.core.erased_keys(absent=False)
         self.tracked = self.log is not None
         changed = self.core.changed() + used_about(self.manager.planner, self.t)
-        return changed * self.description.row_bytes + (0 if self.log is None else 8 * len(self.log))
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of all its rows."""
-        return len(self.core) * self.description.row_bytes
+        of_filter, of_changes = filter_bytes(self.manager.planner, self.t)
+        self.full_bytes = len(self.core) * self.description.row_bytes + of_filter
+        return changed * self.description.row_bytes + (0 if self.log is None else 8 * len(self.log)) + of_changes
 
     def cut(self, whole: bool) -> None:
         """List what is to be written. Nothing changes."""
@@ -140,12 +141,14 @@ class Part:
             visible = planner.peek(self.log, self.t)[1] >= 0 if len(self.log) else np.empty(0, bool)
             self.erased = np.union1d(self.log[~visible], cut.dead())
         if self.manager.layout.tables[self.t].admit_and_evict is not None:
-            self.filter = FilterCut(planner, self.t, cut)
+            self.filter = FilterCut(planner, self.t, cut, whole)
 
     def give_back(self) -> None:
         """The save has failed: what had changed before it counts as changed again."""
         self.core.mark_changed(np.flatnonzero(self.members & CHANGED))
         self.core.mark_erased(self.log)
+        if self.filter is not None:
+            self.filter.give_back()
 
     def list_slots(self, begin: int, most: int) -> int:
         """List which residents have changed, of `most` slots from `begin` on; returns where to go on, -1 at the end. Inside the door.
@@ -316,6 +319,8 @@ class SaveJob:
             self._counting = True
             for part in self.parts:
                 part.core.mark_saved()
+                if part.filter is not None:
+                    part.filter.take()
             for manager in self.managers.values():
                 next_period(manager.planner)
         except BaseException:
@@ -622,15 +627,24 @@ class SaveJob:
                 more = state.read_sketch(PIECE_SKETCH)
             self._rest()
         for name, cells in state.sketches.items():
-            if len(cells):
-                writer.write_state(sketch_name(part.description.name, name), cells.data)
+            writer.write_state(sketch_name(part.description.name, name), cells.data)
         state.sketches.clear()
-        late: np.ndarray | None = np.empty(0, np.int64)
-        while late is not None or not state.waiting_read:
+        none = np.empty(0, np.int64)
+
+        def write(keys: np.ndarray, counts: np.ndarray, last: np.ndarray, **more: Any) -> None:
+            writer.write_filter(part.description, keys, counts, last, changes=not state.whole, **more)
+
+        once: dict[str, Any] = {"late": none, "numbers": state.numbers}
+        while once or not state.waiting_read:
             with part.manager.door:
                 self._check()
                 keys, counts, last = state.read(PIECE_ENTRIES)
-            if late is not None or len(keys):
-                writer.write_filter(part.description, keys, counts, last, late=late, numbers=state.numbers)
-            late = None
+            if once or len(keys):
+                write(keys, counts, last, **once)
+            once = {}
             self._rest()
+        if not state.whole:
+            with part.manager.door:
+                self._check()
+                gone = state.gone()
+            write(none, none, none, gone=gone)

@@ -1,6 +1,6 @@
 """C contract of the cut (ec_cut.h): a table's state as of the last finished training batch."""
 
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
 from embcache._core.filter cimport FeatureFilter, ec_filter
 from embcache._core.plan cimport ec_part, ec_plan
@@ -51,6 +51,10 @@ cdef extern from "ec_filtercut.h":
         void *data
         int64_t size
 
+    ctypedef struct ec_filter_news:
+        int64_t raised
+        ec_vec gone
+
     ctypedef struct ec_filtercut_block:
         int64_t read
 
@@ -61,12 +65,19 @@ cdef extern from "ec_filtercut.h":
         ec_vec kept
         ec_filtercut_block young
         ec_filtercut_block old
+        int32_t cell_bytes
+        const ec_filter_news *news
 
-    int ec_filtercut_make(ec_filtercut *c, const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
+    int ec_filtercut_make(ec_filtercut *c, const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count, int whole, int passing) noexcept nogil
+    void ec_filtercut_take(ec_filtercut *c, ec_filter *f) noexcept nogil
+    void ec_filtercut_give_back(ec_filtercut *c, ec_filter *f) noexcept nogil
+    int64_t ec_filter_bytes(const ec_filter *f, int64_t *changed) noexcept nogil
     void ec_filtercut_free(ec_filtercut *c) noexcept nogil
     int ec_filtercut_look(ec_filtercut *c, const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
     int ec_filtercut_keep(ec_filtercut *c, const ec_filter *f, const int64_t *keys, int64_t n) noexcept nogil
-    int64_t ec_filtercut_read(ec_filtercut *c, const ec_filter *f, int64_t most, ec_filter_entry *entries) noexcept nogil
+    int64_t ec_filtercut_read(ec_filtercut *c, const ec_filter *f, int64_t most, ec_filter_entry *entries, uint8_t *changed) noexcept nogil
+    int64_t ec_filtercut_read_raised(ec_filtercut *c, int64_t most, uint32_t *places, char *values) noexcept nogil
+    void ec_filtercut_mend_raised(const ec_filtercut *c, const uint32_t *places, int64_t n, char *values) noexcept nogil
     int64_t ec_filtercut_read_block(ec_filtercut *c, ec_filtercut_block *b, int64_t most, char *whole) noexcept nogil
     void ec_filtercut_mend(const ec_filtercut *c, char *whole) noexcept nogil
 
@@ -89,5 +100,12 @@ cdef class FilterCut:
     cdef readonly dict numbers
     cdef readonly dict sketches
     cdef object late             # int64 array of keys that are not dead, or None: nobody is
+    cdef list dead               # int64 arrays of waiting keys that were found dead
+    cdef readonly bint whole     # whether all of it is read, not only what has changed
+    cdef object places           # uint32[raised]: of the counters that are read
+    cdef object values           # uint8[raised * bytes of a counter]
+    cdef int64_t found           # how many of these have been
     cdef int look_through(self) except -1
-    cdef object living(self, entries)
+    cdef object living(self, entries, changed)
+    cdef object room_for_sketch(self)
+    cdef int read_raised(self, int64_t most) except -1

@@ -11,7 +11,7 @@ import numpy as np
 from embcache.errors import PlanError
 
 from cython cimport final
-from libc.stdint cimport INT64_MIN, int64_t, uint8_t
+from libc.stdint cimport INT64_MIN, int64_t, uint8_t, uint32_t
 from libc.string cimport memcpy, memset
 
 from embcache._core.filter cimport FeatureFilter
@@ -180,6 +180,37 @@ def next_period(SwapManager planner not None):
         with nogil:
             for t in range(planner.work.tables):
                 ec_cut_next_period(&planner.work.sides[t], t, planner.plans, count)
+    finally:
+        planner.leave()
+
+
+def filter_bytes(SwapManager planner not None, table):
+    """About how many bytes a save of a table's filter takes, whole, and by what has changed since the last save; 0, 0 without a filter.
+
+    The second is the first where it is not known, or no less.
+    """
+    cdef int64_t t, all_bytes = 0, changed = 0
+    planner.enter()
+    try:
+        t = planner.table_number(table)
+        if planner.filters[t] is not None:
+            all_bytes = ec_filter_bytes(&(<FeatureFilter>planner.filters[t]).f, &changed)
+        return int(all_bytes), int(changed)
+    finally:
+        planner.leave()
+
+
+def filter_saved(SwapManager planner not None, table):
+    """The filter of a table is as a generation has it that a delta may follow on: count what changes of it from now on."""
+    cdef int64_t t
+    cdef ec_filtercut none
+    planner.enter()
+    try:
+        t = planner.table_number(table)
+        if planner.filters[t] is not None:
+            memset(&none, 0, sizeof(none))
+            ec_filtercut_take(&none, &(<FeatureFilter>planner.filters[t]).f)
+            ec_filtercut_free(&none)
     finally:
         planner.leave()
 
@@ -359,13 +390,18 @@ cdef class FilterCut:
     table : int
     cut : Cut
         Of this table, as new.
+    whole : bool
+        Read all of it, not only what has changed since the last save.
 
     Attributes
     ----------
+    whole : bool
+        Whether all of it is read. So it is without asking, too, where it is not known what has changed, or that takes as many bytes.
     numbers : dict
         Those of `FeatureFilter.state`. In a cut no sweep is under way: its pass has ended.
     sketches : dict
-        ``sketch_young`` and ``sketch_old``, uint8 arrays, whole once `read_sketch` has said so; empty without a sketch.
+        ``sketch_young`` and ``sketch_old``, uint8 arrays, or ``sketch_changes`` (places as uint32, then values), once `read_sketch` has
+        said that there are no more; without a sketch there is none.
 
     Raises
     ------
@@ -375,7 +411,7 @@ cdef class FilterCut:
         From any method; after `look` and `keep` the cut is lost.
     """
 
-    def __cinit__(self, SwapManager planner not None, table, Cut cut not None):
+    def __cinit__(self, SwapManager planner not None, table, Cut cut not None, bint whole=True):
         memset(&self.cut, 0, sizeof(ec_filtercut))
         cdef ec_cut_numbers numbers
         cdef int64_t count, most, found
@@ -390,7 +426,7 @@ cdef class FilterCut:
             with nogil:
                 ec_cut_filter(&self.waiters.f, self.t, planner.plans, count, &numbers)
                 passing = ec_cut_passing(&self.waiters.f, self.t, planner.plans, count, &most)
-                status = ec_filtercut_make(&self.cut, &self.waiters.f, self.t, planner.plans, count)
+                status = ec_filtercut_make(&self.cut, &self.waiters.f, self.t, planner.plans, count, whole, passing)
             if status != EC_OK:
                 raise host_memory("starting to save a filter")
             if passing:
@@ -405,7 +441,8 @@ cdef class FilterCut:
             "waiting_cutoff": int(numbers.waiting_cutoff), "sweeping": 0, "sketch_added": int(numbers.added),
             "sketch_old_added": int(numbers.old_added), "sketch_since": int(numbers.since),
         }
-        self.sketches = {"sketch_young": np.empty(0, np.uint8), "sketch_old": np.empty(0, np.uint8)}
+        self.sketches, self.dead = {}, []
+        self.whole = self.cut.news == NULL
 
     def __dealloc__(self):
         ec_filtercut_free(&self.cut)
@@ -444,55 +481,99 @@ cdef class FilterCut:
         finally:
             self.planner.leave()
 
+    def take(self):
+        """The cut is made: what changes from now on is the next save's."""
+        self.planner.enter()
+        try:
+            ec_filtercut_take(&self.cut, &self.waiters.f)
+        finally:
+            self.planner.leave()
+
+    def give_back(self):
+        """The save has failed: what had changed before it counts as changed again. Nothing may be read after that. Again does nothing."""
+        self.planner.enter()
+        try:
+            with nogil:
+                ec_filtercut_give_back(&self.cut, &self.waiters.f)
+        finally:
+            self.planner.leave()
+
     @property
     def waiting_read(self):
         """Whether `read` has given all keys."""
         return self.cut.read >= self.cut.size and self.cut.kept.size == 0
 
     def read(self, int64_t most):
-        """Some keys that wait, of `most` entries at most and of those that were kept: key, count, last, each int64[n], to be written."""
+        """Some keys that wait, `most` at most and those that were kept: key, count, last, each int64[n], to be written."""
         cdef int64_t found = 0, kept = self.cut.kept.size
         cdef int64_t[:, ::1] view
+        cdef uint8_t[::1] marks
         self.planner.enter()
         try:
             self.look_through()
             kept = self.cut.kept.size
             most = min(most, self.cut.size - self.cut.read)
             entries = np.empty((most + kept + 1, 3), np.int64)  # as ec_filter_entry lies in memory
-            view = entries
+            changed = np.ones(most + kept + 1, np.uint8)
+            view, marks = entries, changed
             with nogil:
                 if kept > 0:
                     memcpy(&view[0, 0], self.cut.kept.data, kept * sizeof(ec_filter_entry))
-                found = kept + ec_filtercut_read(&self.cut, &self.waiters.f, most, <ec_filter_entry *>&view[kept, 0])
+                found = kept + ec_filtercut_read(&self.cut, &self.waiters.f, most, <ec_filter_entry *>&view[kept, 0], &marks[kept])
                 self.cut.kept.size = 0
         except MemoryError:
             raise host_memory("reading a filter") from None
         finally:
             self.planner.leave()
-        return self.living(entries[:found])
+        return self.living(entries[:found], changed[:found])
 
-    cdef object living(self, entries):
+    cdef object living(self, entries, changed):
         keys, counts, last = (np.ascontiguousarray(entries[:, i]) for i in range(3))
         if self.late is None:
             return keys, counts, last
         alive = (last >= self.numbers["waiting_cutoff"]) | np.isin(keys, self.late)
+        if not self.whole:
+            self.dead.append(keys[~alive])
+            alive &= changed.astype(bool)
         return keys[alive], counts[alive], last[alive]
 
+    def gone(self):
+        """Keys, int64[n], that waited when the last save began and do not any more, some of which may again; once `read` has given all."""
+        cdef int64_t count = self.cut.news.gone.size
+        cdef int64_t[::1] view
+        keys = np.empty(count + 1, np.int64)
+        view = keys
+        if count > 0:
+            memcpy(&view[0], self.cut.news.gone.data, count * sizeof(int64_t))
+        return np.unique(np.concatenate([keys[:count], *self.dead]))
+
+    cdef object room_for_sketch(self):
+        cdef int64_t size = self.cut.block_bytes, count
+        try:
+            if self.whole:
+                self.sketches = {"sketch_young": np.empty(size, np.uint8), "sketch_old": np.empty(size, np.uint8)}
+            else:
+                count = self.cut.news.raised
+                self.places, self.values = np.empty(count + 1, np.uint32), np.empty((count + 1) * self.cut.cell_bytes, np.uint8)
+                self.sketches = {"sketch_changes": np.empty(0, np.uint8)}
+        except MemoryError:
+            raise host_memory(f"a copy of a sketch of {2 * size} bytes") from None
+
     def read_sketch(self, int64_t most):
-        """Read about `most` more bytes of the sketch into `sketches`; returns whether there are more."""
+        """Read about `most` more bytes of the sketch into `sketches`, or look at as many; returns whether there are more."""
         cdef int64_t size = self.cut.block_bytes
         cdef uint8_t[::1] young, old
         if size == 0:
             return False
-        if len(self.sketches["sketch_young"]) == 0:
-            try:
-                self.sketches = {"sketch_young": np.empty(size, np.uint8), "sketch_old": np.empty(size, np.uint8)}
-            except MemoryError:
-                raise host_memory(f"a copy of a sketch of {2 * size} bytes") from None
-        young, old = self.sketches["sketch_young"], self.sketches["sketch_old"]
+        if not self.sketches:
+            self.room_for_sketch()
         self.planner.enter()
         try:
             self.look_through()
+            if not self.whole:
+                self.read_raised(8 * most)
+                return self.cut.young.read < size
+            young, old = self.sketches["sketch_young"], self.sketches["sketch_old"]
             with nogil:
                 if self.cut.young.read < size:
                     ec_filtercut_read_block(&self.cut, &self.cut.young, most, <char *>&young[0])
@@ -503,3 +584,16 @@ cdef class FilterCut:
         finally:
             self.planner.leave()
         return self.cut.young.read < size or self.cut.old.read < size
+
+    cdef int read_raised(self, int64_t most) except -1:
+        cdef uint32_t[::1] places = self.places
+        cdef uint8_t[::1] values = self.values
+        cdef int64_t size = self.cut.cell_bytes, found = self.found
+        with nogil:
+            found += ec_filtercut_read_raised(&self.cut, most, &places[found], <char *>&values[found * size])
+            if self.cut.young.read >= self.cut.block_bytes:
+                ec_filtercut_mend_raised(&self.cut, &places[0], found, <char *>&values[0])
+        self.found = found
+        if self.cut.young.read >= self.cut.block_bytes:
+            self.sketches["sketch_changes"] = np.concatenate([self.places[:found].view(np.uint8), self.values[:found * size]])
+        return 0

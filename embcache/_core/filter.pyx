@@ -59,6 +59,11 @@ cdef extern from "ec_filter.h":
         int64_t old_added
         int64_t since
 
+    ctypedef struct ec_filter_news:
+        ec_vec entries
+        ec_vec gone
+        ec_vec cells
+
     ctypedef struct ec_filter_full "ec_filter":
         ec_index index
         ec_index late
@@ -67,6 +72,7 @@ cdef extern from "ec_filter.h":
         ec_pass sweep "pass"
         ec_vec sweeps
         ec_sketch sketch
+        ec_filter_news news
 
     const int EC_PASS_IDLE
     const int EC_PASS_SLOTS
@@ -77,6 +83,7 @@ cdef extern from "ec_filter.h":
     void ec_filter_late_keys(const ec_filter *f, int64_t *keys) noexcept nogil
     int ec_filter_fill(ec_filter *f, const int64_t *keys, const int64_t *counts, const int64_t *last, int64_t n,
                        const int64_t *late, int64_t late_n) noexcept nogil
+    void ec_news_forget(ec_filter_news *n) noexcept nogil
     int ec_filter_check(const ec_filter *f) noexcept nogil
     size_t ec_sketch_block_bytes(const ec_sketch *k) noexcept nogil
 
@@ -263,6 +270,7 @@ cdef class FeatureFilter:
         cdef const uint8_t[::1] young = np.append(arrays["sketch_young"], np.uint8(0)), old = np.append(arrays["sketch_old"], np.uint8(0))
         if ec_filter_fill(&self.f, &keys[0], &counts[0], &last[0], waiting, &late[0], len(arrays["late"])) != EC_OK:
             raise HostMemoryError(f"loading a filter of {waiting} keys: out of host memory; nothing has changed")
+        ec_news_forget(&full.news)
         if size > 0:
             memcpy(full.sketch.young.data, &young[0], size)
             memcpy(full.sketch.old.data, &old[0], size)
@@ -281,6 +289,7 @@ cdef class FeatureFilter:
         """Host memory held, in bytes."""
         cdef ec_filter_full *full = <ec_filter_full *>&self.f
         cdef size_t lists = full.entries.room * sizeof(ec_filter_entry) + full.unused.room * 4
+        lists += (full.news.entries.room + full.news.cells.room + full.news.gone.room) * 8
         return full.index.bytes + full.late.bytes + lists + full.sketch.young.held + full.sketch.old.held
 
     def __len__(self):

@@ -12,7 +12,8 @@ offset   bytes   header
 16       8       generation
 24       4       number of the table in its generation and rank (0xFFFFFFFF: of no table)
 28       4       number of the chunk, counted for each table, generation and rank
-32       1       kind: 1 rows, 2 erased keys, 3 waiting keys of a filter, 4 late keys of a filter, 5 bytes
+32       1       kind: 1 rows, 2 erased keys, 3 waiting keys of a filter, 4 late keys of a filter, 5 bytes, 6 keys that
+                 wait no more
 33       1       columns, at most 12
 34       2       rank
 36       2       first vshard of its keys
@@ -54,6 +55,7 @@ __all__ = [
     "BLOB",
     "CHUNK_BYTES",
     "ERASED",
+    "GONE",
     "LATE",
     "NO_TABLE",
     "ROWS",
@@ -66,7 +68,7 @@ __all__ = [
     "rows_per_chunk",
 ]
 
-ROWS, ERASED, WAITING, LATE, BLOB = 1, 2, 3, 4, 5
+ROWS, ERASED, WAITING, LATE, BLOB, GONE = 1, 2, 3, 4, 5, 6
 KEY, FREQUENCY, TIMESTAMP, WEIGHTS, STATE, BYTES = 1, 2, 3, 4, 5, 6
 ROLE_NAMES = {
     KEY: "keys",
@@ -149,7 +151,7 @@ def columns_of(kind: int, description: TableDescription | None = None) -> tuple[
         return (Column(BYTES, 5),)
     if kind == WAITING:
         return Column(KEY, 1), Column(FREQUENCY, 1), Column(TIMESTAMP, 1)
-    if kind in (ERASED, LATE) or description is None:
+    if kind in (ERASED, LATE, GONE) or description is None:
         return (Column(KEY, 1),)
     columns = [Column(KEY, 1)]
     if description.with_filter:

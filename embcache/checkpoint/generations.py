@@ -167,7 +167,7 @@ class Parent:
         """Whether a delta of `delta_bytes` is better than a new full generation of `full_bytes`.
 
         A chain is kept, and its rows are read by a restore, as a whole, so deltas pay until all of them come to as much as a full
-        generation. What the save writes beside the rows (the caller's state, a dense part, filters) it writes either way, so neither of
+        generation. What the save writes beside rows and filters (the caller's state, a dense part) it writes either way, so neither of
         the two arguments has it; that of earlier deltas takes its room on the disk until there is a full generation, so it counts.
         """
         return self.deltas_bytes + delta_bytes <= full_bytes

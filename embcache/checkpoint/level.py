@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import CorruptionError, FormatVersionError
 from .catalogue import BLOB_CHUNKS, CHUNK_RECORD, CHUNKS, GENERATION, TABLE, CatalogueReader, parts_of
-from .chunk import LATE, NO_TABLE, ChunkBuffer, Header, open_chunk
+from .chunk import BLOB, NO_TABLE, ChunkBuffer, Header, open_chunk
 from .description import TableDescription
 from .manifest import Manifest, read_manifest, records_of
 from .names import rank_name
@@ -60,6 +60,7 @@ class LevelTable:
     rows: int = 0
     erased: int = 0
     filter: dict[int, dict[str, Any]] = field(default_factory=dict)  # by writer
+    filter_changes: set[int] = field(default_factory=set)  # writers whose filter is what has changed since the parent
     metadata: list[dict[str, Any]] = field(default_factory=list)
     chunks: list[ChunkPlace] = field(default_factory=list)
 
@@ -149,6 +150,8 @@ class Level:
         one.metadata.append(dict(about["metadata"]))
         if about["filter"] is not None:
             one.filter[rank] = dict(about["filter"])
+            if about.get("filter_changes", False):
+                one.filter_changes.add(rank)
         return one
 
     def segment(self, place: ChunkPlace) -> SegmentReader:
@@ -166,7 +169,7 @@ class Level:
     def hold(self, vshards: tuple[int, int]) -> None:
         """Open the files that hold something of these vshards, or of no table: they can be read from now on, pruned or not."""
         for place in self.chunks():
-            if place.kind > LATE or place.overlaps(vshards):
+            if place.kind == BLOB or place.overlaps(vshards):
                 self.segment(place)
 
     def read(self, place: ChunkPlace, buffer: ChunkBuffer) -> tuple[Header, dict[str, npt.NDArray[Any]]]:

@@ -188,7 +188,13 @@ def _unlink_quietly(path: str) -> None:
 
 def write_commit(files: Files, folder: str, generation: int, body: dict[str, Any]) -> None:
     """Leave a rank's part for `publish`. That of a single rank need not outlive a power cut: its writer publishes it, or nobody."""
-    write_sealed(files, folder, commit_name(generation), seal(COMMIT, body), durable=body["world"] > 1)
+    write_sealed(
+        files,
+        folder,
+        commit_name(generation),
+        seal(COMMIT, body, features=body.get("features", 0)),
+        durable=body["world"] > 1,
+    )
 
 
 def publish(path: str, generation: int, world: int = 1, *, files: Files | None = None) -> None:
@@ -218,7 +224,7 @@ def publish(path: str, generation: int, world: int = 1, *, files: Files | None =
     parts: list[dict[str, Any]] = []
     tables: dict[str, dict[str, Any]] = {}
     parents: set[int | None] = set()
-    created = 0.0
+    created, features = 0.0, 0
     for rank in range(world):
         place = os.path.join(path, rank_name(rank), commit_name(generation))
         if not os.path.exists(place):
@@ -235,6 +241,7 @@ def publish(path: str, generation: int, world: int = 1, *, files: Files | None =
         parts.append(body)
         parents.add(body["parent"])
         created = max(created, body["created"])
+        features |= body.get("features", 0)
         for name, table in body["tables"].items():
             tables[name] = _merged(tables.get(name), table)
     if len(parents) > 1:
@@ -260,7 +267,7 @@ def publish(path: str, generation: int, world: int = 1, *, files: Files | None =
     with refusals(path, "removing what was never published"):
         for name in abandoned_manifests(path):
             files.unlink(os.path.join(path, name))
-    write_sealed(files, path, manifest_name(generation), seal(MANIFEST, manifest))
+    write_sealed(files, path, manifest_name(generation), seal(MANIFEST, manifest, features=features))
     for rank in range(world):
         _unlink_quietly(os.path.join(path, rank_name(rank), commit_name(generation)))  # else the next writer does
 

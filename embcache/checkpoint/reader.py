@@ -16,7 +16,7 @@ import numpy as np
 
 from .._core.digest import hash_keys
 from ..errors import ConfigError, CorruptionError, EmbCacheError, FormatVersionError, StorageError
-from .chunk import ERASED, LATE, ROWS, WAITING, ChunkBuffer
+from .chunk import BLOB, ERASED, GONE, LATE, ROWS, WAITING, ChunkBuffer
 from .description import TableDescription
 from .helper import Helper
 from .level import Catalogues, ChunkPlace, Level, LevelTable, open_chain
@@ -201,7 +201,7 @@ class Reader:
         total = 0
         for level in self._levels:
             for place in level.chunks():
-                if place.kind > LATE or place.overlaps(self.vshards):
+                if place.kind == BLOB or place.overlaps(self.vshards):
                     level.read(place, self._buffer)
                     total += place.length
         return total
@@ -253,45 +253,55 @@ class Reader:
         """
         return b"".join(piece.tobytes() for piece in self.state_pieces(name, writer))
 
-    def state_writers(self, name: str) -> list[int]:
-        """The writers that wrote bytes of that name, in order."""
-        return sorted(self._levels[0].blobs.get(name, {}))
+    def state_writers(self, name: str, back: int = 0) -> list[int]:
+        """The writers that wrote bytes of that name, in order; with `back`, in so many generations further down the chain."""
+        return sorted(self._levels[back].blobs.get(name, {}))
 
-    def state_bytes(self, name: str, writer: int | None = None) -> int:
-        """How many bytes `state` gives, as the catalogue says: none is read."""
-        return sum(place.rows for place in self._places_of_state(name, writer))
+    def state_bytes(self, name: str, writer: int | None = None, back: int = 0) -> int:
+        """How many bytes `state` gives, as the catalogue says: none is read. `back` as in `state_writers`."""
+        return sum(place.rows for place in self._places_of_state(name, writer, back))
 
-    def state_pieces(self, name: str, writer: int | None = None) -> Iterator[npt.NDArray[np.uint8]]:
-        """What `state` gives, a chunk at a time; each piece is valid until the next one is asked for."""
-        for place in self._places_of_state(name, writer):
-            yield self._read(self._levels[0], place)["bytes"]
+    def state_pieces(self, name: str, writer: int | None = None, back: int = 0) -> Iterator[npt.NDArray[np.uint8]]:
+        """What `state` gives, a chunk at a time; each piece is valid until the next one is asked for. `back` as in `state_writers`."""
+        for place in self._places_of_state(name, writer, back):
+            yield self._read(self._levels[back], place)["bytes"]
 
-    def _places_of_state(self, name: str, writer: int | None) -> list[ChunkPlace]:
-        writers = self.state_writers(name)
+    def _places_of_state(self, name: str, writer: int | None, back: int) -> list[ChunkPlace]:
+        level, writers = self._levels[back], self.state_writers(name, back)
         if not writers:
-            raise ConfigError(f"generation {self.generation} has no state {name!r}; it has {self.state_names}")
+            raise ConfigError(f"generation {level.generation} has no state {name!r}; it has {sorted(level.blobs)}")
         if writer is not None and writer not in writers:
-            raise ConfigError(f"generation {self.generation}: writer {writer} wrote no state {name!r}; {writers} did")
-        return self._levels[0].blobs[name][writers[0] if writer is None else writer]
+            raise ConfigError(f"generation {level.generation}: writer {writer} wrote no state {name!r}; {writers} did")
+        return level.blobs[name][writers[0] if writer is None else writer]
 
     def filter(self, name: str) -> FilterState | None:
         """A filter's state, as the generation holds it; None where the table's was not written."""
         table = self._table(name)
         if not table.filter:
             return None
-        places = list(self._own(table, WAITING, LATE))
-        waiting = np.empty((3, sum(place.rows for place in places if place.kind == WAITING)), np.int64)
+        waiting = np.empty((3, self.waiting_expected(name)), np.int64)
         held, late = 0, [np.empty(0, np.int64)]
-        for place in places:
-            columns = self._read(self._levels[0], place)
-            kept = self._mask(place, columns["keys"])
-            if place.kind == LATE:
-                late.append(columns["keys"][kept].copy())
-                continue
-            count = len(columns["keys"][kept])
-            for i, what in enumerate(("keys", "frequencies", "timestamps")):
-                waiting[i, held : held + count] = columns[what][kept]
-            held += count
+        newer = np.empty(0, np.int64)
+        for level, writers in self._levels_of_filter(name):
+            here, last_one = [newer], not writers & level.tables[name].filter_changes
+            for place in self._own(level.tables[name], WAITING, LATE, GONE):
+                if place.rank not in writers or (place.kind == LATE and level is not self._levels[0]):
+                    continue
+                columns = self._read(level, place)
+                keys, kept = columns["keys"], self._mask(place, columns["keys"])
+                if place.kind == LATE:
+                    late.append(keys[kept].copy())
+                    continue
+                if not last_one:
+                    here.append(keys[kept].copy())
+                if place.kind == WAITING:
+                    fresh = _without(keys, newer, kept) if len(newer) else kept
+                    count = len(keys[fresh])
+                    for i, what in enumerate(("keys", "frequencies", "timestamps")):
+                        waiting[i, held : held + count] = columns[what][fresh]
+                    held += count
+            newer = np.concatenate(here)
+            newer.sort()
         waiting = waiting[:, :held]
         order = np.argsort(waiting[0], kind="stable")
         for column in waiting:  # one after the other: there may be many keys
@@ -299,6 +309,31 @@ class Reader:
         keys, counts, last = waiting
         return FilterState(
             keys, counts, last, np.sort(np.concatenate(late)), list(table.filter.values()), list(table.filter)
+        )
+
+    def _levels_of_filter(self, name: str) -> Iterator[tuple[Level, set[int]]]:
+        """The levels that a table's filter is made of, the newest first, and the writers whose part of it lies there."""
+        self._table(name)
+        writers: set[int] | None = None
+        for level in self._levels:
+            table = level.tables.get(name)
+            wrote = set() if table is None else set(table.filter)
+            writers = wrote if writers is None else writers
+            if not writers <= wrote:
+                raise CorruptionError(
+                    f"generation {level.generation}: lacks the filter of table {name!r}, whose changes a later one has",
+                    generation=level.generation,
+                    table=name,
+                )
+            yield level, writers
+            assert table is not None
+            writers = writers & table.filter_changes
+            if not writers:
+                return
+        raise CorruptionError(
+            f"generation {self._levels[-1].generation}: has changes of the filter of table {name!r} alone",
+            generation=self._levels[-1].generation,
+            table=name,
         )
 
     def erased(self, name: str) -> npt.NDArray[np.int64]:
@@ -331,7 +366,12 @@ class Reader:
 
     def waiting_expected(self, name: str) -> int:
         """At most so many keys `filter` gives in all vshards."""
-        return sum(place.rows for place in self._table(name).chunks if place.kind in (WAITING, LATE))
+        return sum(
+            place.rows
+            for level, writers in self._levels_of_filter(name)
+            for place in level.tables[name].chunks
+            if place.kind in (WAITING, LATE) and place.rank in writers
+        )
 
     def rows(self, name: str, *, ahead: bool = False) -> Iterator[Rows]:
         """All rows of a table in this rank's vshards, each key once with its newest row, some at a time.

@@ -28,10 +28,22 @@ import xxhash
 
 from ..errors import CorruptionError, FormatVersionError
 
-__all__ = ["COMMIT", "FORMAT_VERSION", "MANIFEST", "SEALED_BYTES", "SEGMENT", "digest128", "read", "seal", "unseal"]
+__all__ = [
+    "COMMIT",
+    "FILTER_CHANGES",
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "SEALED_BYTES",
+    "SEGMENT",
+    "digest128",
+    "read",
+    "seal",
+    "unseal",
+]
 
 FORMAT_VERSION = 1
-FEATURES = 0
+FILTER_CHANGES = 1  # a delta has of a filter what has changed since its parent
+FEATURES = FILTER_CHANGES  # those that this version knows
 MANIFEST, COMMIT, SEGMENT = 1, 2, 3
 
 _MAGIC = b"EMBCKPT\n"
@@ -48,13 +60,13 @@ def digest128(*pieces: Any) -> bytes:
     return state.digest()
 
 
-def seal(kind: int, body: dict[str, Any], total_bytes: int = 0) -> bytes:
-    """The bytes of `body`; with `total_bytes`, padded with spaces to that length."""
+def seal(kind: int, body: dict[str, Any], total_bytes: int = 0, features: int = 0) -> bytes:
+    """The bytes of `body`; with `total_bytes`, padded with spaces to that length. `features`: the incompatible ones that it uses."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * max(total_bytes - SEALED_BYTES - len(text), 0)
-    blank = _HEADER.pack(_MAGIC, FORMAT_VERSION, kind, FEATURES, 0, len(text), bytes(16))
+    blank = _HEADER.pack(_MAGIC, FORMAT_VERSION, kind, features, 0, len(text), bytes(16))
     digest = digest128(blank, text)
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, kind, FEATURES, 0, len(text), digest) + text
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, kind, features, 0, len(text), digest) + text
 
 
 def unseal(kind: int, content: bytes, path: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 from .._core.digest import hash_keys
 from ..errors import ClosedError, ConfigError, DiskFullError, ForkError, ShapeError, StorageError, shown, whole_number
 from . import catalogue, chunk
-from .chunk import BLOB, CHUNK_BYTES, ERASED, LATE, NO_TABLE, ROWS, WAITING, ChunkBuffer, Column, Header
+from .chunk import BLOB, CHUNK_BYTES, ERASED, GONE, LATE, NO_TABLE, ROWS, WAITING, ChunkBuffer, Column, Header
 from .description import TableDescription
 from .files import Files, free_bytes, refusals
 from .lock import RankLock, refuse_remote
@@ -35,6 +35,7 @@ from .names import (
     published,
     rank_name,
 )
+from .sealed import FILTER_CHANGES
 from .segment import MOST_SEGMENT_BYTES, SegmentWriter
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class _Table:
         self.numbers: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
         self.filter: dict[str, Any] | None = None
+        self.filter_changes = False
         self.rows = self.erased = self.bytes = 0
 
 
@@ -279,6 +281,8 @@ class Writer:
                     for name, table in self._tables.items()
                 },
             }
+            if any(table.filter_changes for table in self._tables.values()):
+                body["features"] = FILTER_CHANGES
             write_commit(self.files, self.folder, self.generation, body)
         except BaseException:
             self._fail()
@@ -488,8 +492,11 @@ class Writer:
         last: npt.NDArray[np.int64],
         late: npt.NDArray[np.int64] | None = None,
         numbers: dict[str, Any] | None = None,
+        *,
+        changes: bool = False,
+        gone: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        """Write a filter's state: keys that wait for admission, and its numbers. It replaces the parent's.
+        """Write a filter's state: keys that wait for admission, and its numbers. It replaces the parent's, or with `changes` changes it.
 
         Parameters
         ----------
@@ -500,6 +507,11 @@ class Writer:
             Keys that a sweep in progress has yet to look at.
         numbers : dict, optional
             Everything else, as JSON; the last one given counts. Large arrays go to `write_state`.
+        changes : bool
+            The keys are those whose counts or times are not the parent's, or that it lacks. Alike in all calls for a table, and only
+            where the table is not written whole. Older versions refuse such a generation.
+        gone : int64 (k,), optional
+            With `changes`: keys that the parent may have and that do not wait any more, unless they are among those written.
         """
         self._check(_OPEN)
         columns = chunk.columns_of(WAITING)
@@ -508,9 +520,23 @@ class Writer:
         late_arrays = (
             None if late is None else _checked(description.name, chunk.columns_of(LATE), {"keys": late}, len(late))
         )
+        gone_arrays = (
+            None if gone is None else _checked(description.name, chunk.columns_of(GONE), {"keys": gone}, len(gone))
+        )
         checked = _json("numbers", numbers or {})
         one = self._table(description)
+        if (one.filter is not None and one.filter_changes != changes) or (changes and one.whole):
+            raise ConfigError(
+                f"table {description.name!r}: its filter, or the table, is written whole, so no changes of it are"
+            )
+        if gone is not None and not changes:
+            raise ConfigError(
+                f"table {description.name!r}: its filter is written whole, so keys that are not written do not wait"
+            )
+        one.filter_changes = changes
         self._write_pieces(one, WAITING, columns, arrays, len(keys))
+        if gone_arrays is not None:
+            self._write_pieces(one, GONE, chunk.columns_of(GONE), gone_arrays, len(gone_arrays["keys"]))
         if late_arrays is not None:
             self._write_pieces(one, LATE, chunk.columns_of(LATE), late_arrays, len(late_arrays["keys"]))
         if one.filter is None or numbers is not None:
@@ -617,6 +643,8 @@ class Writer:
                 "filter": one.filter,
                 "metadata": one.metadata,
             }
+            if one.filter_changes:
+                about["filter_changes"] = True
             records.append((catalogue.key_of(generation, catalogue.TABLE, one.number), _text(about)))
         for one in self._tables.values():
             records += _pages(generation, catalogue.CHUNKS, one.number, one.records)

@@ -9,8 +9,8 @@ from typing import Any
 from ..checkpoint import Reader, Writer, publish, verify, vshards_of
 from ..checkpoint.names import next_generation, published
 from ..errors import ConfigError, CorruptionError
-from ..filterfile import SKETCHES, sketch_name
-from ..filterparts import numbers_of, sketch_of
+from ..filterfile import SKETCHES, sketch_blobs, sketch_name
+from ..filterparts import numbers_of, sketch_of, sketch_of_writer, sketch_writers
 from .gathering import ChunkFiller
 from .output import FINDINGS, FINE, Output, Progress, bytes_text
 from .paths import CHECKPOINT, expect
@@ -124,17 +124,27 @@ def _copy(reader: Reader, content: str, number: int, world: int, doing: str, out
 
 
 def _copy_states(reader: Reader, writer: Writer) -> None:
-    """This writer's share of the caller's bytes, and of the filters' sketches."""
-    sketches = {sketch_name(table, which): (table, which) for table in reader.tables for which in SKETCHES}
-    for name in reader.state_names:
+    """This writer's share of the caller's bytes, and of the filters' sketches, which are written whole."""
+    same = writer.rank % reader.world_written
+    for table in reader.tables:
+        wrote = sketch_writers(reader, table)
+        for which in SKETCHES if wrote else ():
+            name = sketch_name(table, which)
+            if len(wrote) > 1 and writer.world != reader.world_written:
+                writer.write_state(name, sketch_of(reader, table, which, writer.rank, writer.world).data)
+            elif writer.rank == 0 if len(wrote) == 1 else same in wrote:
+                mine = wrote[0] if len(wrote) == 1 else same
+                if mine in reader.state_writers(name):
+                    writer.write_state_pieces(name, reader.state_pieces(name, mine))
+                else:
+                    writer.write_state(name, sketch_of_writer(reader, table, which, mine).data)
+    for name in sorted(set(reader.state_names).difference(*map(sketch_blobs, reader.tables))):
         wrote = reader.state_writers(name)
         if len(wrote) == 1:
             if writer.rank == 0:
                 writer.write_state_pieces(name, reader.state_pieces(name))
-        elif name in sketches and writer.world != reader.world_written:
-            writer.write_state(name, sketch_of(reader, *sketches[name], writer.rank, writer.world).data)
-        elif writer.rank % reader.world_written in wrote:
-            writer.write_state_pieces(name, reader.state_pieces(name, writer.rank % reader.world_written))
+        elif same in wrote:
+            writer.write_state_pieces(name, reader.state_pieces(name, same))
 
 
 def _copy_table(reader: Reader, writer: Writer, name: str, progress: Progress) -> int:

@@ -16,6 +16,8 @@ from .._core.digest import hash_keys
 from ..checkpoint import Reader, Rows
 from ..checkpoint.names import VSHARDS
 from ..errors import ConfigError
+from ..filterfile import SKETCHES, sketch_blobs, sketch_name
+from ..filterparts import sketch_of_writer, sketch_writers
 from .histogram import Largest
 from .output import FINDINGS, FINE, Output, Progress, columns_text
 from .sources import Opened, Source, open_sources, weights_of
@@ -93,19 +95,38 @@ def _states(one: Reader | None, other: Reader | None) -> dict[str, str]:
     if one is None or other is None:
         return {}
     found = {}
-    for name in sorted({*one.state_names, *other.state_names}):
-        if name not in other.state_names:
+    names = [_states_of(reader) for reader in (one, other)]
+    for name in sorted(names[0] | names[1]):
+        if name not in names[1]:
             found[name] = "removed"
-        elif name not in one.state_names:
+        elif name not in names[0]:
             found[name] = "added"
         elif _digests(one, name) != _digests(other, name):
             found[name] = "changed"
     return found
 
 
+def _states_of(reader: Reader) -> set[str]:
+    """Names of the caller's bytes; of a sketch those of its generations, whether they are written whole or not."""
+    return set(reader.state_names).difference(*map(sketch_blobs, reader.tables)) | set(_sketches(reader))
+
+
+def _sketches(reader: Reader) -> dict[str, tuple[str, str]]:
+    """The names of sketches -> their table, and which generation it is."""
+    tables = [table for table in reader.tables if sketch_writers(reader, table)]
+    return {sketch_name(table, which): (table, which) for table in tables for which in SKETCHES}
+
+
 def _digests(reader: Reader, name: str) -> list[bytes]:
     """One for each writer that wrote bytes of that name."""
     digests = []
+    sketches = _sketches(reader)
+    if name in sketches:
+        table, which = sketches[name]
+        return [
+            xxhash.xxh3_128_digest(sketch_of_writer(reader, table, which, one).data)
+            for one in sketch_writers(reader, table)
+        ]
     for writer in reader.state_writers(name):
         running = xxhash.xxh3_128()
         for piece in reader.state_pieces(name, writer):

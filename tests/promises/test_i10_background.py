@@ -329,6 +329,7 @@ def filtered_run(folder: Path, rule: ec.AdmitAndEvictConfig, monkeypatch: pytest
 
     if delta:
         permits.release(10**6)
+        train(*range(1000, 1100), *range(15, 25))
         manager.save(folder)
         while permits.acquire(blocking=False):
             pass
@@ -349,6 +350,8 @@ def filtered_run(folder: Path, rule: ec.AdmitAndEvictConfig, monkeypatch: pytest
         manager.table("t").insert([30 + step])
     permits.release(10**6)
     generation = saving.result(LIMIT_S)
+    features = (folder / f"MANIFEST-{generation:016d}").read_bytes()[12]
+    assert features == (delta and rule.sketch_bytes != 1 << 10)  # that one has turned
     with ec.EmbCacheManager(tables, optimizer=ec.SGD(lr=0.1)) as other:
         other.restore(folder, generation)
         assert model_state(other) == wanted and sketch_of(other) == sketch
@@ -384,14 +387,15 @@ class _Blind:
         return (lambda *given: None) if name == self.blind else getattr(self._cut, name)
 
 
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(
     ("blind", "rule"),
     [("look", "exact"), ("look", "sketch"), ("look", "sketch that turns"), ("look", "sweeps"), ("keep", "exact")],
 )
 def test_i10_a_bug_planted_in_the_reading_of_filters_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: str, rule: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: str, rule: str, delta: bool
 ) -> None:
     monkeypatch.setattr(_Blind, "blind", blind)
     monkeypatch.setattr(savejob, "FilterCut", _Blind)
     with pytest.raises((AssertionError, ec.ConfigError)):  # the latter: a key came twice
-        filtered_run(tmp_path, LATE_RULES[rule], monkeypatch, False)
+        filtered_run(tmp_path, LATE_RULES[rule], monkeypatch, delta)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 from pathlib import Path
@@ -11,10 +10,12 @@ import numpy as np
 import pytest
 import xxhash
 
+from embcache._core.digest import hash_keys
 from embcache.checkpoint import Reader, TableDescription, Writer, verify
 from embcache.checkpoint.chunk import CHUNK_BYTES, ROWS, ChunkBuffer, Header, columns_of, open_chunk, rows_per_chunk
 from embcache.checkpoint.sealed import MANIFEST, SEGMENT, read, seal, unseal
 from embcache.errors import CorruptionError, EmbCacheError, FormatVersionError
+from embcache.filterparts import sketch_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-1"
 DESCRIPTION = TableDescription(
@@ -44,6 +45,106 @@ def write_golden(path: Path) -> None:
             writer.write_state("loader.json", b'{"at":%d}' % step)
             writer.commit()
             writer.publish()
+
+
+def write_golden_of_ranks(path: Path) -> None:
+    """Two ranks: a full generation, and a delta in which rank 0 erases a key; filters whole. As any version 1 reads it."""
+    for step in (1, 2):
+        writers = [Writer(path, rank, 2, clock=lambda: 1_700_000_000.0) for rank in range(2)]
+        for rank, writer in enumerate(writers):
+            keys = np.arange(rank, 40, 2)
+            keys = keys[np.argsort(hash_keys(keys))]
+            writer.begin(step, None if step == 1 else 1, metadata={"step": step, "rank": rank})
+            if step == 2 and rank == 0:
+                writer.write_erased(DESCRIPTION, keys[9:10])
+            writer.write_rows(DESCRIPTION, **golden_rows(step + 2 * rank, keys if step == 1 else keys[:3]))
+            writer.write_filter(
+                DESCRIPTION, keys + 100, keys + step, keys * 0 + step, None, {"newest": step, "rank": rank}
+            )
+            writer.write_state("loader.json", b'{"rank":%d}' % rank)
+            writer.commit()
+        writers[0].publish()
+        for writer in writers:
+            writer.close()
+
+
+def write_golden_of_filters(path: Path) -> None:
+    """A filter with a list and one with a sketch: whole, then by what has changed (incompatible feature 1)."""
+    listed, sketched = (TableDescription(name, 1, with_filter=True) for name in ("listed", "sketched"))
+    keys, young = np.array([3, -7, 2**40, 11]), np.arange(64, dtype=np.uint16)
+    about = {"filter": {"bytes of a sketch's counter (by admit_threshold)": 2}}
+    for step in (1, 2, 3):
+        with Writer(path, clock=lambda: 1_700_000_000.0) as writer:
+            writer.begin(parent=None if step == 1 else step - 1)
+            writer.table(sketched, metadata=about)
+            none, numbers = keys[:0], {"newest": step}
+            if step == 1:
+                writer.write_filter(listed, keys, keys * 0 + 1, keys * 0 + step, None, numbers)
+                writer.write_state("filter/sketched/sketch_young", young.data)
+                writer.write_state("filter/sketched/sketch_old", (young * 2).data)
+            else:
+                writer.write_filter(
+                    listed, keys[:1] + step, keys[:1], keys[:1], None, numbers, changes=True, gone=keys[step:]
+                )
+                places, values = np.array([0, 60 + step], np.uint32), np.array([step, 999], np.uint16)
+                writer.write_state("filter/sketched/sketch_changes", places.tobytes() + values.tobytes())
+            writer.write_filter(sketched, none, none, none, None, numbers, changes=step > 1)
+            writer.commit()
+            writer.publish()
+
+
+OTHERS = {"checkpoint-1-filters": write_golden_of_filters, "checkpoint-1-ranks": write_golden_of_ranks}
+
+
+def test_golden_files_of_two_ranks_are_read_by_any_number() -> None:
+    path = GOLDEN.parent / "checkpoint-1-ranks"
+    assert verify(path) == []
+    for world in (1, 2, 3):
+        rows: dict[int, list[int]] = {}
+        waiting: list[int] = []
+        for rank in range(world):
+            with Reader(path, rank=rank, world=world) as reader:
+                assert reader.chain == [1, 2] and reader.world_written == 2
+                rows |= {
+                    int(k): w.tolist()
+                    for one in reader.rows("items")
+                    for k, w in zip(one.keys, one.weights, strict=True)
+                }
+                held = reader.filter("items")
+                assert held is not None and held.numbers == [{"newest": 2, "rank": 0}, {"newest": 2, "rank": 1}]
+                waiting += held.keys.tolist()
+        assert sorted(waiting) == list(range(100, 140)) and len(rows) == 39
+        erased = set(range(40)) - set(rows)
+        assert erased == {int(np.arange(0, 40, 2)[np.argsort(hash_keys(np.arange(0, 40, 2)))][9])}
+        assert sorted(row[0] // 1000 for row in rows.values()) == [1] * 16 + [2] * 3 + [3] * 17 + [4] * 3
+
+
+def test_golden_files_of_filters_are_read() -> None:
+    path = GOLDEN.parent / "checkpoint-1-filters"
+    assert verify(path) == []
+    waits = [{3: 1, -7: 1, 2**40: 1, 11: 1}, {3: 1, -7: 1, 5: 3}, {3: 1, -7: 1, 5: 3, 6: 3}]
+    young = np.arange(64, dtype=np.uint16)
+    for generation in (1, 2, 3):
+        if generation > 1:
+            young[0], young[60 + generation] = generation, 999
+        with Reader(path, generation) as reader:
+            held = reader.filter("listed")
+            assert held is not None and held.numbers == [{"newest": generation}]
+            assert dict(zip(held.keys.tolist(), held.counts.tolist(), strict=True)) == waits[generation - 1]
+            assert sketch_of(reader, "sketched", "sketch_young", 0, 1).view("<u2").tolist() == young.tolist()
+            assert sketch_of(reader, "sketched", "sketch_old", 0, 1).view("<u2").tolist() == [2 * i for i in range(64)]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_same_is_written_today_of_ranks_and_filters(tmp_path: Path, name: str) -> None:
+    OTHERS[name](tmp_path)
+    files = [one.relative_to(tmp_path) for one in tmp_path.rglob("segment-*")]
+    assert len(files) == (4 if "ranks" in name else 3)
+    for file in files:
+        assert (tmp_path / file).read_bytes() == (GOLDEN.parent / name / file).read_bytes(), file
+    for manifest in tmp_path.glob("MANIFEST-*"):
+        now, then = (read(MANIFEST, str(folder / manifest.name)) for folder in (tmp_path, GOLDEN.parent / name))
+        assert now == then
 
 
 def test_golden_files_are_read(tmp_path: Path) -> None:
@@ -155,7 +256,7 @@ def test_r3_every_flipped_bit_of_a_sealed_file_is_detected(kind: int) -> None:
 
 def test_r13_a_newer_format_is_refused_and_named() -> None:
     content = bytearray(seal(MANIFEST, {"generation": 3}))
-    for offset, value in ((8, 2), (12, 1)):
+    for offset, value in ((8, 2), (12, 2)):
         newer = bytearray(content)
         newer[offset] = value
         newer[32:48] = bytes(16)
@@ -218,6 +319,8 @@ def restored(path: Path) -> dict[int, bytes] | None:
 if __name__ == "__main__":  # writes the golden files: python tests/unit/test_checkpoint_format.py FOLDER
     import sys
 
-    write_golden(Path(sys.argv[1]))
-    for name in ("LOCK", "catalogue.mdb-lock"):
-        os.unlink(Path(sys.argv[1]) / "rank-0000" / name)
+    for name, write in {"checkpoint-1": write_golden, **OTHERS}.items():
+        write(Path(sys.argv[1]) / name)
+        for lock in Path(sys.argv[1], name).glob("rank-*/*"):
+            if lock.name in ("LOCK", "catalogue.mdb-lock"):
+                lock.unlink()

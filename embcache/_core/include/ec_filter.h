@@ -21,6 +21,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "ec_filternews.h"
 #include "ec_index.h"
 #include "ec_score.h"
 #include "ec_sketch.h"
@@ -81,6 +82,7 @@ typedef struct {
     ec_vec sweeps; /* of ec_sweep_record, oldest first */
     ec_sketch sketch;
     int64_t epoch; /* show/click: sweeps so far */
+    ec_filter_news news;
 } ec_filter;
 
 enum { EC_FILTER_ADDED = 0, EC_FILTER_BUMPED = 1, EC_FILTER_REMOVED = 2 };
@@ -114,6 +116,7 @@ static inline void ec_filter_free(ec_filter *f) {
     for (int64_t i = 0; i < f->sweeps.size; i++) ec_index_free(&EC_SWEEP(f, i).late);
     ec_vec_free(&f->sweeps);
     ec_sketch_free(&f->sketch);
+    ec_news_forget(&f->news);
 }
 
 static inline int64_t ec_add_saturated(int64_t a, int64_t b) {
@@ -210,6 +213,22 @@ static inline void ec_filter_undo(ec_filter *f, const ec_filter_change *change) 
         }
         *entry = change->before;
     }
+}
+
+#define EC_MOST_GONE (1 << 16) /* beside two for each entry: then a filter is as well written whole */
+
+/* A plan with these changes, of entries and of counters of the sketch, has finished, or none: what a save after it has to write. */
+static inline void ec_filter_note(ec_filter *f, const ec_vec *changes, const ec_vec *cells, int turned) {
+    ec_filter_news *n = &f->news;
+    for (int64_t i = 0; i < changes->size && n->known; i++) {
+        const ec_filter_change *change = &EC_AT(*changes, ec_filter_change, i);
+        if (change->kind == EC_FILTER_REMOVED) ec_news_gone(n, change->before.key);
+        else if (ec_bit_note(&n->entries, change->id, &n->changed) != EC_OK) ec_news_forget(n);
+    }
+    for (int64_t i = 0; i < cells->size && n->known; i++)
+        if (ec_bit_note(&n->cells, EC_AT(*cells, ec_sketch_change, i).at, &n->raised) != EC_OK) ec_news_forget(n);
+    n->turned |= turned;
+    if (n->gone.size > 2 * f->entries.size + EC_MOST_GONE) ec_news_forget(n);
 }
 
 /* Writes the late keys, in no order. */

@@ -7,6 +7,10 @@
  * number that is given to another key is a change like any other. What a cancelled plan had changed is as it was before, kept or not.
  *
  * A sketch turns its generations seldom: then what is left of the block that will be freed is copied at once.
+ *
+ * A delta reads the entries and counters that have changed since its parent, where that is known and less (ec_filternews.h): what is
+ * known is the cut's from ec_filtercut_take on, and given back if the save fails. While a pass is under way entries are looked at all the
+ * same, as some of those that have not changed are dead.
  */
 #ifndef EC_FILTERCUT_H
 #define EC_FILTERCUT_H
@@ -40,10 +44,11 @@ typedef struct {
     uint64_t *seen_cells; /* a bit a counter of `young` */
     ec_vec cells;         /* of ec_cell_before */
     ec_filtercut_block young, old;
+    const ec_filter_news *news; /* what is to be read; NULL: everything */
+    int passing;         /* whether entries that have not changed may be dead */
+    int taken;           /* whether `before` has what was known at the cut */
+    ec_filter_news before;
 } ec_filtercut;
-
-static inline int ec_bit(const uint64_t *bits, int64_t at) { return (int)(bits[at >> 6] >> (at & 63) & 1); }
-static inline void ec_bit_set(uint64_t *bits, int64_t at) { bits[at >> 6] |= (uint64_t)1 << (at & 63); }
 
 static void ec_filtercut_free(ec_filtercut *c) {
     free(c->seen);
@@ -52,6 +57,7 @@ static void ec_filtercut_free(ec_filtercut *c) {
     free(c->old.copy);
     ec_vec_free(&c->kept);
     ec_vec_free(&c->cells);
+    ec_news_forget(&c->before);
     memset(c, 0, sizeof *c);
 }
 
@@ -61,6 +67,7 @@ static inline int ec_filtercut_block_read(const ec_filtercut *c, const ec_filter
 /* Keeps what an entry was, unless it has been read, or was not there at the cut. */
 static inline int ec_filtercut_keep_entry(ec_filtercut *c, int64_t id, const ec_filter_entry *before) {
     if (id < c->read || id >= c->size || ec_bit(c->seen, id)) return EC_OK;
+    if (c->news && !c->passing && !ec_bit_in(&c->news->entries, id)) return EC_OK;
     if (before && before->count > 0) {
         if (ec_vec_reserve_one(&c->kept, sizeof(ec_filter_entry)) != EC_OK) return EC_NOMEM;
         EC_PUSH(c->kept, ec_filter_entry, *before);
@@ -73,6 +80,7 @@ static inline int ec_filtercut_keep_cells(ec_filtercut *c, const ec_vec *changes
     for (int64_t i = 0; i < changes->size; i++) {
         const ec_sketch_change *change = &EC_AT(*changes, ec_sketch_change, i);
         if (change->at * c->cell_bytes < c->young.read || ec_bit(c->seen_cells, change->at)) continue;
+        if (c->news && !ec_bit_in(&c->news->cells, change->at)) continue;
         if (ec_vec_reserve_one(&c->cells, sizeof(ec_cell_before)) != EC_OK) return EC_NOMEM;
         EC_PUSH(c->cells, ec_cell_before, {change->at, change->before});
         ec_bit_set(c->seen_cells, change->at);
@@ -137,9 +145,25 @@ static int ec_filtercut_keep(ec_filtercut *c, const ec_filter *f, const int64_t 
     return EC_OK;
 }
 
-/* Starts one. EC_NOMEM: nothing is held. */
-static int ec_filtercut_make(ec_filtercut *c, const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count) {
+/* Bytes of a filter, and of what has changed of it since the last save, which is no more: counters have their places with them. */
+static inline int64_t ec_filter_bytes(const ec_filter *f, int64_t *changed) {
+    const ec_filter_news *n = &f->news;
+    const int64_t entry_bytes = sizeof(ec_filter_entry), block_bytes = (int64_t)ec_sketch_block_bytes(&f->sketch);
+    const int64_t all = f->index.size * entry_bytes + 2 * block_bytes;
+    *changed = all;
+    if (!n->known || n->turned || block_bytes > UINT32_MAX) return all;
+    const int64_t few = n->changed * entry_bytes + n->gone.size * (int64_t)sizeof(int64_t) + n->raised * (int64_t)(sizeof(uint32_t) + f->sketch.cell_bytes);
+    if (few < all) *changed = few;
+    return all;
+}
+
+/* Starts one, of a `whole` filter, or of what has changed of it if that pays. `passing`: ec_cut_passing. EC_NOMEM: nothing is held. */
+static int ec_filtercut_make(ec_filtercut *c, const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, int whole, int passing) {
+    int64_t changed;
+    const int64_t all = ec_filter_bytes(f, &changed);
     memset(c, 0, sizeof *c);
+    c->news = !whole && changed < all ? &f->news : NULL;
+    c->passing = passing;
     c->size = f->entries.size;
     c->block_bytes = (int64_t)ec_sketch_block_bytes(&f->sketch);
     c->cell_bytes = f->sketch.cell_bytes;
@@ -150,22 +174,85 @@ static int ec_filtercut_make(ec_filtercut *c, const ec_filter *f, int64_t t, ec_
         ec_filtercut_blocks(f, t, plans, plan_count, -1, &young, &old);
         c->young.data = (const char *)young;
         c->old.data = (const char *)old;
+        if (c->news) c->old.read = c->block_bytes; /* it has not turned: the parent's still holds */
         if (ec_filtercut_look(c, f, t, plans, plan_count) == EC_OK) return EC_OK;
     }
     ec_filtercut_free(c);
     return EC_NOMEM;
 }
 
-/* Reads of the next `most` entries those that nothing has happened to; `entries` has room for them. Returns how many. */
-static int64_t ec_filtercut_read(ec_filtercut *c, const ec_filter *f, int64_t most, ec_filter_entry *entries) {
-    const int64_t end = c->size - c->read > most ? c->read + most : c->size;
-    int64_t n = 0;
-    for (int64_t id = c->read; id < end; id++) {
+/* What has changed counts from now on anew. Of no effect but this one; where there is no memory, the next save writes all. */
+static void ec_filtercut_take(ec_filtercut *c, ec_filter *f) {
+    c->before = f->news;
+    c->taken = 1;
+    if (c->news) c->news = &c->before;
+    memset(&f->news, 0, sizeof f->news);
+    ec_news_begin(&f->news, f->sketch.width * EC_SKETCH_ROWS);
+}
+
+/* The save has failed: what was known at the cut counts again. Nothing is read any more. Again does nothing. */
+static void ec_filtercut_give_back(ec_filtercut *c, ec_filter *f) {
+    if (!c->taken) return;
+    c->news = NULL;
+    c->taken = 0;
+    ec_news_join(&f->news, &c->before);
+}
+
+/* Reads of the next entries those that nothing has happened to, and that are to be read: at most `most`, for which `entries` and `changed` have
+ * room. `changed`: whether they are to be written; while a pass is under way those that are not are read too. Returns how many. */
+static int64_t ec_filtercut_read(ec_filtercut *c, const ec_filter *f, int64_t most, ec_filter_entry *entries, uint8_t *changed) {
+    const int64_t looked = c->news && !c->passing ? most * 64 : most;
+    const int64_t end = c->size - c->read > looked ? c->read + looked : c->size;
+    int64_t n = 0, id = c->read;
+    for (; id < end && n < most; id++) {
+        const int wanted = !c->news || ec_bit_in(&c->news->entries, id);
+        if (!wanted && !c->passing) continue;
         entries[n] = EC_ENTRY(f, id);
+        changed[n] = (uint8_t)wanted;
         n += entries[n].count > 0 && !ec_bit(c->seen, id);
     }
-    c->read = end;
+    c->read = id;
     return n;
+}
+
+/* Reads of the next `most` bytes of the young generation the counters that have changed: their places and values. Returns how many. */
+static int64_t ec_filtercut_read_raised(ec_filtercut *c, int64_t most, uint32_t *places, char *values) {
+    ec_filtercut_block *b = &c->young;
+    const int64_t size = c->cell_bytes, first = b->read / size, all = c->block_bytes / size;
+    const int64_t end = all - first > most / size ? first + most / size : all;
+    const uint64_t *bits = (const uint64_t *)c->news->cells.data;
+    int64_t n = 0;
+    for (int64_t at = first; at < end; at++) {
+        if (at % 64 == 0 && bits[at >> 6] == 0) {
+            at += 63;
+            continue;
+        }
+        if (!ec_bit(bits, at)) continue;
+        memcpy(values + n * size, b->data ? b->data + at * size : b->copy + (at * size - b->copied), (size_t)size);
+        places[n++] = (uint32_t)at;
+    }
+    b->read = end * size;
+    return n;
+}
+
+static inline void ec_cell_put(void *cells, int64_t size, int64_t at, int64_t count) {
+    if (size == 1) ((uint8_t *)cells)[at] = (uint8_t)count;
+    else if (size == 2) ((uint16_t *)cells)[at] = (uint16_t)count;
+    else ((uint32_t *)cells)[at] = (uint32_t)count;
+}
+
+/* The same as ec_filtercut_mend for the n counters that ec_filtercut_read_raised gave, in the order of their places. */
+static void ec_filtercut_mend_raised(const ec_filtercut *c, const uint32_t *places, int64_t n, char *values) {
+    for (int64_t i = 0; i < c->cells.size; i++) {
+        const ec_cell_before *cell = &EC_AT(c->cells, ec_cell_before, i);
+        int64_t low = 0, high = n;
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (places[middle] < cell->at) low = middle + 1;
+            else high = middle;
+        }
+        if (low < n && places[low] == cell->at) ec_cell_put(values, c->cell_bytes, low, cell->before);
+    }
 }
 
 /* Reads the next bytes of a generation of the sketch, at most `most`, to where they belong in `whole`. Returns how many. */
@@ -180,9 +267,7 @@ static int64_t ec_filtercut_read_block(ec_filtercut *c, ec_filtercut_block *b, i
 static void ec_filtercut_mend(const ec_filtercut *c, char *whole) {
     for (int64_t i = 0; i < c->cells.size; i++) {
         const ec_cell_before *cell = &EC_AT(c->cells, ec_cell_before, i);
-        if (c->cell_bytes == 1) ((uint8_t *)whole)[cell->at] = (uint8_t)cell->before;
-        else if (c->cell_bytes == 2) ((uint16_t *)whole)[cell->at] = (uint16_t)cell->before;
-        else ((uint32_t *)whole)[cell->at] = (uint32_t)cell->before;
+        ec_cell_put(whole, c->cell_bytes, cell->at, cell->before);
     }
 }
 

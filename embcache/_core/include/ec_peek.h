@@ -277,6 +277,7 @@ static int64_t ec_side_forget_waiting(ec_side *s, const int64_t *keys, int64_t n
         if (id < 0) continue;
         const int dead = ec_filter_entry_dead(s->filter, &EC_ENTRY(s->filter, id));
         ec_filter_remove(s->filter, (uint32_t)id);
+        ec_news_gone(&s->filter->news, keys[i]);
         s->totals[EC_FORGOTTEN] += dead;
         forgotten += !dead;
     }

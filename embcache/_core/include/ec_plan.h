@@ -241,6 +241,7 @@ static void ec_plan_finish(ec_side *s, ec_part *p) {
         ec_limbo_release(&s->cache, EC_DEATH(p, i).kill.limbo);
     }
     if (p->swept) ec_filter_sweep_finished(s->filter, p->swept);
+    if (s->filter && s->filter->news.known) ec_filter_note(s->filter, &p->changes, &p->cells, p->turn.turned);
     ec_plan_seen(s, p);
     ec_part_free(p);
 }

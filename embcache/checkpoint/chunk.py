@@ -57,6 +57,7 @@ __all__ = [
     "ERASED",
     "GONE",
     "LATE",
+    "MOST_CHUNK_BYTES",
     "NO_TABLE",
     "ROWS",
     "WAITING",
@@ -80,6 +81,7 @@ ROLE_NAMES = {
 }
 NO_TABLE = 0xFFFFFFFF
 CHUNK_BYTES = 4 << 20  # what a full chunk comes to
+MOST_CHUNK_BYTES = 64 << 20  # what one of more than one row comes to at most, whatever a writer was told
 ALIGNMENT = 4096
 
 _MAGIC = b"EMBCHNK\n"

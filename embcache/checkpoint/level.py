@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import CorruptionError, FormatVersionError
 from .catalogue import BLOB_CHUNKS, CHUNK_RECORD, CHUNKS, GENERATION, TABLE, CatalogueReader, parts_of
-from .chunk import BLOB, NO_TABLE, ChunkBuffer, Header, open_chunk
+from .chunk import BLOB, MOST_CHUNK_BYTES, NO_TABLE, ChunkBuffer, Header, open_chunk
 from .description import TableDescription
 from .manifest import Manifest, read_manifest, records_of
 from .names import rank_name
@@ -183,6 +183,10 @@ class Level:
         segment = self.segment(place)
         if place.offset + place.length > segment.length:
             raise self.damage(place, "ends behind its file")
+        if place.length > MOST_CHUNK_BYTES and place.rows > 1:  # before there is memory for it
+            raise self.damage(
+                place, f"is {place.length} bytes long, where one of several rows has {MOST_CHUNK_BYTES} at most"
+            )
         content = buffer.room(place.length)
 
         def read(piece: memoryview, at: int) -> None:

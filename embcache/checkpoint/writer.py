@@ -20,7 +20,20 @@ import numpy as np
 from .._core.digest import hash_keys
 from ..errors import ClosedError, ConfigError, DiskFullError, ForkError, ShapeError, StorageError, shown, whole_number
 from . import catalogue, chunk
-from .chunk import BLOB, CHUNK_BYTES, ERASED, GONE, LATE, NO_TABLE, ROWS, WAITING, ChunkBuffer, Column, Header
+from .chunk import (
+    BLOB,
+    CHUNK_BYTES,
+    ERASED,
+    GONE,
+    LATE,
+    MOST_CHUNK_BYTES,
+    NO_TABLE,
+    ROWS,
+    WAITING,
+    ChunkBuffer,
+    Column,
+    Header,
+)
 from .description import TableDescription
 from .files import Files, free_bytes, refusals
 from .lock import RankLock, refuse_remote
@@ -128,8 +141,10 @@ class Writer:
             )
         self.rank, self.world = check_rank("Writer", rank, world)
         size = whole_number(chunk_bytes)
-        if size is None or not 1 << 16 <= size <= 64 << 20:
-            raise ConfigError(f"Writer: chunk_bytes = {shown(chunk_bytes)}; give an integer from 65536 to {64 << 20}")
+        if size is None or not 1 << 16 <= size <= MOST_CHUNK_BYTES:
+            raise ConfigError(
+                f"Writer: chunk_bytes = {shown(chunk_bytes)}; give an integer from 65536 to {MOST_CHUNK_BYTES}"
+            )
         self.chunk_bytes = size
         self.folder = os.path.join(self.path, rank_name(self.rank))
         self.files = files or Files()

@@ -31,9 +31,18 @@ def _has_keys(folder: str) -> bool:
 
 
 def _rank_folders(folder: str) -> list[str]:
-    numbers = sorted(int(found[1]) for name in os.listdir(folder) if (found := _RANK.fullmatch(name)))
-    folders = [os.path.join(folder, f"rank{number}") for number in numbers]
+    """Of the ranks that have keys."""
+    found = sorted((int(match[1]), name) for name in os.listdir(folder) if (match := _RANK.fullmatch(name)))
+    folders = [os.path.join(folder, name) for _, name in found]
     return [one for one in folders if _has_keys(one)]
+
+
+def _refuse_missing_keys(folder: str) -> None:
+    """`ConfigError` where a rank has something and no keys: its rows would be passed over. An empty folder is a rank's that has none."""
+    for name in sorted(os.listdir(folder)):
+        part = os.path.join(folder, name)
+        if _RANK.fullmatch(name) and os.path.isdir(part) and os.listdir(part) and not _has_keys(part):
+            raise ConfigError(f"{os.path.join(part, 'key', _DATA)}: does not exist; give a whole save directory")
 
 
 def _is_table(folder: str) -> bool:
@@ -55,6 +64,8 @@ def tables_of(path: str) -> dict[str, str]:
 
 def parts_of(folder: str, stack: ExitStack) -> list[dict[str, Stream]]:
     """The arrays of a table, ``keys``, ``weights`` and the states: one dict, or one for each rank."""
+    if not _has_keys(folder):
+        _refuse_missing_keys(folder)
     return [_open(part, stack) for part in ([folder] if _has_keys(folder) else _rank_folders(folder))]
 
 

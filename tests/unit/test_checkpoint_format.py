@@ -279,6 +279,16 @@ def test_r13_a_newer_format_is_refused_and_named() -> None:
         open_chunk(chunk, digest)
 
 
+def test_r4_a_chunk_that_claims_to_be_larger_than_any_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embcache.checkpoint.level.MOST_CHUNK_BYTES", 4095)
+    monkeypatch.setattr(ChunkBuffer, "room", lambda self, length: pytest.fail(f"asked for {length} bytes"))
+    with (
+        Reader(GOLDEN, 1, check="catalogue") as reader,
+        pytest.raises(CorruptionError, match="4096 bytes long, where one of"),
+    ):
+        next(reader.rows("items"))
+
+
 def test_r3_flipped_bits_of_any_file_never_change_what_is_read(tmp_path: Path) -> None:
     """Through a whole restore: every 97th bit of every file but the locks (tests/crash flips in children, and more)."""
     write_golden(tmp_path / "good")

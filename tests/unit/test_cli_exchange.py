@@ -275,8 +275,16 @@ def test_a_recsdk_save_that_was_not_merged(tmp_path: Path, capsys: pytest.Captur
     for rank in range(3):
         mine = keys % 3 == rank
         recsdk(tmp_path / "save" / "t" / f"rank{rank}", {"key": keys[mine], "embedding": weights[mine]})
+    recsdk(tmp_path / "save" / "t" / "rank4", {"key": keys[:0], "embedding": weights[:0]})
+    (tmp_path / "save" / "t" / "rank10").mkdir()  # a rank without a row of this table
     assert run(capsys, "import", tmp_path / "save", tmp_path / "one")[0] == 0
     assert content(tmp_path / "one") == expected({"keys": keys, "weights": weights})
+    (tmp_path / "save" / "t" / "rank1" / "key" / "slice.data").unlink()
+    code, result = run(capsys, "import", tmp_path / "save", tmp_path / "two")
+    assert (code, result["error"]["type"]) == (2, "ConfigError") and "rank1/key/slice.data: does not exist" in result[
+        "error"
+    ]["message"]
+    assert not (tmp_path / "two").exists()
 
 
 # -------------------------------------------------------------------------------------------------------------- hostile

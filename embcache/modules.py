@@ -7,6 +7,7 @@ whose backward updates the rows (`embcache.fused`). Any other forward only reads
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -152,6 +153,18 @@ def _weight_gradient(
 ) -> torch.Tensor:
     """Gradient of the per-sample weights of a whole batch: the dim groups' parts side by side."""
     return torch.cat([backend.per_sample_weight_grad(gradient, table_rows, lookup) for table_rows, lookup in rows])
+
+
+def outside_graphs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a collection as ``torch.compile`` is to take it: called as it is, between two graphs. It plans and moves rows."""
+    # Not the public torch.compiler.disable, which imports the compiler here and now; this one does when it is called.
+    alone = torch._compile._disable_dynamo(forward)
+
+    @functools.wraps(forward)
+    def call(self: Any, features: Any) -> Any:
+        return alone(self, features) if torch.compiler.is_compiling() else forward(self, features)
+
+    return call
 
 
 class CachedCollection(Savable, nn.Module):
@@ -374,6 +387,7 @@ class EmbeddingBagCollection(CachedCollection):
 
     pooled = True
 
+    @outside_graphs
     def forward(self, features: Any) -> KeyedTensor:
         """Return one (B, dim) block a feature: `features` is a `JaggedFeatures` or a torchrec KeyedJaggedTensor."""
         layout = self._manager.layout
@@ -439,6 +453,7 @@ class EmbeddingCollection(CachedCollection):
 
     pooled = False
 
+    @outside_graphs
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
         """Return name -> `JaggedTensor`: `features` is a `JaggedFeatures` or a torchrec KeyedJaggedTensor."""
         layout = self._manager.layout

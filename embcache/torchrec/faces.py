@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..features import stride_of
 from ..layout import FlatBatch
 from ..manager import EmbCacheManager
+from ..modules import outside_graphs
 
 __all__ = ["PooledFace", "SequenceFace"]
 
@@ -35,6 +36,7 @@ class PooledFace:
         self._embedding_names = [name for names in embedding_names(tables) for name in names]
         self._dims = [table.embedding_dim for table in tables for _ in table.feature_names or ()]
 
+    @outside_graphs
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled embeddings, (B, sum of dims), one block a feature in the order of the tables."""
         if isinstance(features, torch.fx.Proxy):
@@ -63,6 +65,7 @@ class SequenceFace:
         self._shown, self._need_indices = list(configs), need_indices
         self._names_by_table = embedding_names(tables)
 
+    @outside_graphs
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Name -> rows of the feature's values, with the feature's lengths."""
         if isinstance(features, torch.fx.Proxy):

@@ -58,7 +58,28 @@ class TableParameter(nn.Parameter):
                 "apply_optimizer_in_backward on a collection whose tables are made already, with an optimizer's state beside each row; "
                 "apply it before the first forward"
             )
+        if name == "requires_grad" and not value:
+            self.requires_grad_(False)
         super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableParameter:
+        """It never has a gradient, so clearing this would change nothing: refused, lest rows be trained that are taken for frozen.
+
+        Raises
+        ------
+        ConfigError
+        """
+        if not requires_grad:
+            raise ConfigError(
+                "requires_grad = False of a cached table's parameter would not freeze its rows; keep the collection in eval(): it reads and "
+                "changes nothing then, also where the rest of the model trains"
+            )
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter, (
+            torch.empty_like(self.data),
+        )  # its shape, for whoever lists parameters; whose it is stays here
 
 
 class TableHolder(nn.Module):
@@ -143,9 +164,11 @@ class CachedTables(FusedOptimizerModule, CachedCollection):
         self._where: str | torch.device | Emulated = "cpu" if device is None else device
         self._options, self._making = options, threading.RLock()
         self._fused: TableOptimizer | None = None
-        self.add_module(
-            self.holders, nn.ModuleDict({config.name: TableHolder(self, config) for config in self._configs})
-        )
+        try:
+            held = nn.ModuleDict({config.name: TableHolder(self, config) for config in self._configs})
+        except KeyError as error:
+            raise ConfigError(f"tables: a name that no module can have ({error.args[0]}); give another one") from None
+        self.add_module(self.holders, held)
 
     # ------------------------------------------------------------------------------------------------------ being made
 

@@ -115,6 +115,7 @@ TARGETS: Sequence[Target] = (
     Target("longest call of 4,096 new keys, 10 M keys", "longest of the .*, 10 M", "", 0.020, 0.008),
     Target("find after growth: share of a pre-sized table", "find after growth", "embcache, filled", 1 / 1.2, 1.0),
     Target("sweep of 100 M timestamps, 1 % dead, in all", "sweep of 100 M timestamps, 1% dead: in all", "", 1.0, 0.5),
+    Target("sweep of 100 M timestamps, 10 % dead, in all", "sweep of 100 M timestamps, 10% dead: in all", "", 1.0, 0.5),
     Target("sweep of 100 M timestamps: longest step", "sweep of 100 M timestamps, .*: longest step", "", 0.020, 0.010),
     Target("sweep that looks at every row (floor, scores), 10 M: its step", "sweep of 10 M rows, ", "", 0.020, 0.010),
     Target("dedup + inverse, 1 M Zipf keys, against the best peer", "dedup alone .*inverse$", ".*", 3.0, 4.0),

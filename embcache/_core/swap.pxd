@@ -42,10 +42,15 @@ cdef extern from "ec_cache.h":
         ec_vec order
         int64_t uses
 
+    ctypedef struct ec_recency:
+        int64_t looked
+
     ctypedef struct ec_policy:
         int kind
+        ec_recency recency
         ec_ghost ghost
         ec_coming coming
+        int64_t looked
 
     const int EC_LOOKAHEAD
     const uint32_t EC_NO_NOTICE

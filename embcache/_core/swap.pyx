@@ -1744,6 +1744,12 @@ def _set_long_ago(SwapManager manager, uint32_t uses):
     manager.work.long_ago = uses
 
 
+def _looked_at(SwapManager manager, int64_t table):
+    """For tests: slots, entries and lists that a table's policy has looked at to find victims, so far."""
+    cdef const ec_policy *policy = &manager.work.sides[table].cache.policy
+    return policy.looked + policy.recency.looked
+
+
 def _set_bracket(SwapManager manager, double bracket):
     """For tests: brackets of selections that miss more often (0), or are too wide (10)."""
     manager.work.bracket = bracket

@@ -1,9 +1,10 @@
-/* Taking host rows away, many together: key and counters of a block of rows are asked for while the block before is worked
- * on, then the home buckets of all its keys at once, and then its keys leave the index.
+/* Taking host rows away, many together: the home buckets of a block of keys are asked for at once, and the keys of the block
+ * before leave the index meanwhile.
  *
- * At once, as a prefetch whose address must be translated anew holds up what comes after it until the page is found; only
- * those that follow each other with nothing in between are looked up at the same time. One prefetch a row among the rest
- * took 160 of 380 ns a row (10 M rows, 10 % of them dead).
+ * At once: a prefetch whose address must be translated anew holds up what comes after it until the page is found, and only
+ * those that follow each other with nothing in between are looked up at the same time. (One prefetch a row among the rest
+ * took 160 of 380 ns a row; 10 M rows, 10 % of them dead, busy machine.) Some are dropped, so the block is looked at in a
+ * loop of nothing else before it is worked on.
  */
 #ifndef EC_BURY_H
 #define EC_BURY_H

@@ -47,6 +47,7 @@ typedef struct {
     ec_queues queues;
     ec_ghost ghost;
     ec_coming coming; /* "lookahead" */
+    int64_t looked;   /* slots and lists looked at to find victims, so far: that it is O(1) amortized can be counted */
 } ec_policy;
 
 /* What a batch changed besides uses: enough to take back a choice of victims and the welcomes. */
@@ -112,6 +113,8 @@ static inline int ec_policy_grow(ec_policy *p, int64_t capacity) {
     wider.placed = p->placed;
     wider.version = p->version;
     wider.age = p->age;
+    wider.looked = p->looked;
+    wider.recency.looked = p->recency.looked;
     ec_policy_free(p);
     *p = wider;
     return EC_OK;
@@ -232,6 +235,7 @@ static int ec_policy_choose_s3fifo(ec_policy *p, ec_seat *seats, const ec_slot *
     ec_queues *q = &p->queues;
     uint32_t next[2] = {q->head[EC_SMALL], q->head[EC_MAIN]};
     for (int64_t got = 0; got < n;) {
+        p->looked++;
         const int list = next[EC_MAIN] == EC_NO_SLOT || (q->size[EC_SMALL] >= p->small && next[EC_SMALL] != EC_NO_SLOT) ? EC_SMALL : EC_MAIN;
         const uint32_t slot = next[list];
         EC_ASSERT(slot != EC_NO_SLOT);
@@ -261,6 +265,7 @@ static void ec_policy_choose_lfu(ec_policy *p, ec_seat *seats, int64_t n, uint32
     uint64_t priority = p->age, oldest = UINT64_MAX; /* priority of the first pinned slot that was passed over */
     uint32_t slot = q->head[priority % EC_QUEUES];
     for (int64_t got = 0; got < n;) {
+        p->looked++;
         if (slot == EC_NO_SLOT) {
             priority++;
             EC_ASSERT(priority < p->age + EC_QUEUES);

@@ -31,6 +31,7 @@ typedef struct {
     uint64_t below;    /* every slot with a version below this is listed, from the cursor on */
     uint64_t edition;  /* of the list: changes when entries that a cancelled plan could want back are gone */
     ec_vec dated, spare; /* of ec_dated: to sort */
+    int64_t looked;      /* slots and entries looked at, so far */
 } ec_recency;
 
 static inline void ec_recency_free(ec_recency *r) {
@@ -55,6 +56,7 @@ static void ec_recency_sort(ec_recency *r) {
         if (version > highest) highest = version;
     }
     for (int shift = 0; n > 1 && shift < 64 && (highest - lowest) >> shift; shift += 8) {
+        r->looked += n;
         int64_t starts[257] = {0};
         for (int64_t i = 0; i < n; i++) starts[((EC_AT(r->dated, ec_dated, i).version - lowest) >> shift & 255) + 1]++;
         for (int digit = 0; digit < 256; digit++) starts[digit + 1] += starts[digit];
@@ -80,6 +82,7 @@ static inline int ec_recency_room(ec_recency *r, int64_t extra) {
 /* Collects the slots of a version below `below`, every stride-th slot looked at. */
 static int ec_recency_collect(ec_recency *r, const ec_seat *seats, int64_t capacity, int64_t stride, uint64_t below) {
     r->dated.size = 0;
+    r->looked += (capacity + stride - 1) / stride;
     for (int64_t slot = 0, looked = 0; slot < capacity; slot += stride, looked++) {
         if (looked % 1024 == 0 && ec_recency_room(r, 1024) != EC_OK) return EC_NOMEM;
         const uint64_t version = seats[slot].standing.version;
@@ -131,6 +134,7 @@ static int ec_recency_choose(ec_recency *r, ec_seat *seats, int64_t capacity, ui
         }
         if (at + 16 < r->listed.size) EC_PREFETCH_WRITE(&seats[listed[at + 16]]);
         const uint32_t slot = listed[at++];
+        r->looked++;
         ec_seat *seat = &seats[slot];
         if (seat->standing.version == 0 || seat->standing.version >= r->below) continue;
         if (seat->pins > 0) {

@@ -141,6 +141,22 @@ static int64_t ec_run_fill(const ec_field *f, int64_t at, int64_t most, ec_run *
     return f->kind == EC_BY_SCORE ? ec_run_look(f, EC_BY_SCORE, at, most, run) : ec_run_look(f, EC_WAITING_BY_SCORE, at, most, run);
 }
 
+/* Rows of a table that have a score, as training has met them: the ranks of its EC_BY_SCORE field, counted without making them. */
+static int64_t ec_scored_rows(const ec_work *w, int64_t t) {
+    const ec_side *s = &w->sides[t];
+    const int64_t limit = s->table->row_limit, end = w->offsets[t] + w->parts[t].unique;
+    int64_t found = 0;
+    EC_ASSERT(s->filter->pass.region == EC_PASS_IDLE);
+    for (int64_t at = 0; at < s->cache.capacity; at++) found += s->cache.state[at] == EC_SLOT_LIVE && s->cache.slots[at].freq != 0;
+    for (int64_t row = 0; row < limit; row += EC_EXTENT_ROWS) {
+        const uint8_t *flags = ec_table_flags(s->table, row);
+        const int64_t *freq = ec_table_freq(s->table, row), n = limit - row < EC_EXTENT_ROWS ? limit - row : EC_EXTENT_ROWS;
+        for (int64_t i = 0; i < n; i++) found += (flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE && freq[i] != 0;
+    }
+    for (int64_t u = w->offsets[t]; u < end; u++) found += w->slot[u] < 0 && w->row[u] >= 0 && w->freq[u] != 0;
+    return found;
+}
+
 /* Appends all ranks of a field to `ranks`; `living` becomes the number of living rows. EC_NOMEM: some are missing. */
 static int ec_field_ranks(const ec_field *f, ec_vec *ranks, int64_t *living) {
     ec_run run;

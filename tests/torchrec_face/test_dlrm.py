@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ from scores import auc
 
 ROWS, DIM, BATCH, STEPS, HELD_OUT = [5000, 2000, 800], 8, 64, 200, 40
 FEATURES = ["user", "item", "shop"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The operations are small: more threads would mostly wait for each other, and on a busy machine wait long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Batch:

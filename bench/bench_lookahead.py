@@ -117,17 +117,27 @@ class Pair:
         self.plain.manager.close()
 
 
-@pytest.mark.parametrize(("kind", "tables", "bags", "longest"), CASES)
-def test_look_ahead(race: Race, kind: str, tables: int, bags: int, longest: int) -> None:
-    pair = Pair(kind, tables, bags, longest)
-    pair.round()
-    for what, seconds_of in (
-        ("the notice", lambda took: took[0]["look"]),
-        ("all beyond lru", lambda took: sum(took[0].values()) - sum(took[1].values())),
-    ):
-        ours = Contender("embcache", lambda i: pair.round(), seconds_of=seconds_of)
-        case = f"look-ahead, {pair.label}: {what}"
-        race("look-ahead", case, ours, [], work=pair.ids, unit=NANOSECONDS, rounds=5)
+def noticing(took: tuple[dict[str, float], dict[str, float]]) -> float:
+    """Seconds of the notices."""
+    return took[0]["look"]
+
+
+def beyond_lru(took: tuple[dict[str, float], dict[str, float]]) -> float:
+    """Seconds of all calls beyond those under "lru"."""
+    return sum(took[0].values()) - sum(took[1].values())
+
+
+@pytest.mark.parametrize("what", [noticing, beyond_lru], ids=["the notice", "all beyond lru"])
+@pytest.mark.parametrize("shape", CASES, ids=[f"{kind} {tables}" for kind, tables, _, _ in CASES])
+def test_look_ahead(
+    race: Race,
+    shape: tuple[str, int, int, int],
+    what: Callable[[tuple[dict[str, float], dict[str, float]]], float],
+) -> None:
+    pair = Pair(*shape)
+    case = f"look-ahead, {pair.label}: {'the notice' if what is noticing else 'all beyond lru'}"
+    ours = Contender("embcache", lambda i: pair.round(), seconds_of=what)
+    race("look-ahead", case, ours, [], work=pair.ids, unit=NANOSECONDS, rounds=5)
     pair.close()
 
 

@@ -105,6 +105,9 @@ class FusedUpdate:
         self.optimizer = EmbOptimizer(manager.spec, lambda: _call(on_step))
         manager.note_optimizer(self.optimizer)
         self.grad_scale: Any = None
+        self.settles = (
+            True  # False where somebody plans ahead, who ends what has trained: the device waits for whoever computes
+        )
         self.skipped_updates = 0
         self.anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=manager.backend.device)
         self._open: list[Forward] = []
@@ -133,7 +136,8 @@ class FusedUpdate:
             if forward.state is not DONE:  # a collector may have ended it
                 self.manager.finish_late(forward.info)  # first: an interrupt may come between, and twice is no harm
                 forward.state, forward.gradients = DONE, ()
-        self.manager.door.settle()
+        if self.settles:
+            self.manager.door.settle()
 
     def abandon(self, forward: Forward) -> None:
         """End a forward that failed before it had an output."""

@@ -403,7 +403,7 @@ class EmbCacheManager(Savable):
                     self._swap_out(plan)
                     self._swap_in(plan)
                 return info
-            _ = plan.occurrence_order  # made by this thread rather than by the one that computes
+            plan.group_now()  # by this thread rather than by the one that computes
             timeline.stop("plan", number, start, (("swap_out", out_s), ("swap_in", in_s)))
             if plan.state == "planned":
                 start = timeline.start("swap_out", number)

@@ -261,6 +261,7 @@ class CachedCollection(Savable, nn.Module):
     @feed.setter
     def feed(self, feed: Feed | None) -> None:
         self._feed = feed
+        self._update.settles = feed is None
 
     def end_step(self, infos: Sequence[SwapInfo]) -> None:
         """A step is over or was given up, whose plans were `infos`: what waits for no open window ends here. Again is no harm."""
@@ -270,6 +271,9 @@ class CachedCollection(Savable, nn.Module):
         for info in infos:
             if not self._update.holds(info):
                 self._manager.finish_late(info)
+
+    def settle(self) -> None:
+        """End the plans that have trained, unless somebody is inside, who will. For the thread that plans ahead; never waits."""
         self._manager.door.settle()
 
     def prepare(self, features: Any) -> Any:

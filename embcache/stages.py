@@ -433,6 +433,8 @@ class Flow:
     def _coordinate_next(self) -> None:
         """Plan the next batch, or wait for it, or for its turn."""
         if not self.loaded:
+            for collection in self.collections.values():
+                collection.settle()  # planning the next batch would, but there is none; and whoever trains does not
             start = self.timeline.start("wait_loaded", self.pulled)
             self.plan_bell.wait()
             self.timeline.stop("wait_loaded", self.pulled, start)

@@ -159,6 +159,17 @@ cdef class Plan:
         parallel_for(ec_phase_group, &grouping, self.tables, self.threads)
         self.grouped = 1
 
+    def group_now(self):
+        """Make `occurrence_order` and `segment_offsets` without the GIL, by the thread that alone has the plan: no other waits for it."""
+        cdef ec_grouping grouping
+        if self.grouped:
+            return
+        grouping.out = &self.out
+        grouping.parts = self.plan.parts
+        with nogil:
+            parallel_for(ec_phase_group, &grouping, self.tables, self.threads)
+        self.grouped = 1
+
     cdef object view(self, str name, object block, void *at, int64_t items, object dtype):
         array = self.arrays.get(name)
         if array is None:

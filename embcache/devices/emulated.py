@@ -238,7 +238,8 @@ class Emulated(CpuBackend):
 
     # steps
 
-    def _begin(self) -> None:
+    def begin_step(self) -> None:
+        """A step begins now, unless one has: at the first look-up after an update."""
         if self._began is None:
             self._began = self._clock()
 
@@ -257,13 +258,13 @@ class Emulated(CpuBackend):
         self, weights: Tensor, lookup: GroupLookup, out: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         if lookup.occurrence_order is not None:  # evaluation has no use for gradients
-            self._begin()
+            self.begin_step()
             if self._dry:
                 return out
         return super().pooled_forward(weights, lookup, out, per_sample_weights)
 
     def sequence_forward(self, weights: Tensor, lookup: GroupLookup, out: Tensor | None = None) -> Tensor:
-        self._begin()
+        self.begin_step()
         if self._dry:
             return weights.new_empty((lookup.position_count, weights.shape[1])) if out is None else out
         return super().sequence_forward(weights, lookup, out)

@@ -600,6 +600,22 @@ def test_a_full_buffer_shortens_the_window_and_counts_it() -> None:
     assert same(one, other) and other.rows.manager.stats()["swap_out_rows"] > 0
 
 
+def test_the_coordinator_ends_what_has_trained() -> None:
+    """Not the caller, for whom the device waits; and without a batch to come, too."""
+    model = Model()
+    manager, update = model.rows.manager, model.rows._update
+    with ec.TrainPipeline(model, sgd(model)) as pipe:
+        train(pipe, batches(6), 3)
+        assert not update.settles
+        train(pipe, batches(0))
+        while manager.door.late:  # nobody else enters
+            time.sleep(1e-3)
+        assert not manager.planner.outstanding
+    assert update.settles
+    serial(model, batches(2))
+    assert not manager.door.late
+
+
 def test_pins_of_others_are_an_error_not_a_hang() -> None:
     model = Model(rows=10)
     with ec.TrainPipeline(model, sgd(model), depth=4) as pipe:

@@ -148,5 +148,9 @@ def test_occurrences_are_grouped_once_whoever_asks(threads):
     for asker in askers:
         asker.join()
     expected = np.argsort(plan.inverse, kind="stable")
+    now = moved(manager, (keys, offsets))
+    for _ in range(2):  # again is no harm
+        now.group_now()
+    assert np.array_equal(now.occurrence_order, expected)
     assert all(np.array_equal(order, expected) for order in seen)
     assert np.array_equal(plan.segment_offsets, np.concatenate([[0], np.cumsum(np.bincount(plan.inverse))]))

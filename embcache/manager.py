@@ -599,16 +599,23 @@ class EmbCacheManager(Savable):
         """
         plan = self._own(info)
         with self.door.planning, self.buffer.moving():
-            self.planner.take_back(plan)
-            try:
-                self._mover.back(plan, info.moved(plan.swap_out_slots, plan.swap_out_offsets))
-            except BaseException:  # for want of memory for the copies: the plan stays as it was
-                self.planner.mark_swapped_out(plan)
-                self._mover.into(plan, info.moved(plan.swap_in_slots, plan.swap_in_offsets))
-                self.planner.mark_swapped_in(plan)
-                raise
-            self.planner.cancel(plan)
-            self.door.changes += 1
+            self._take_back(plan, info)
+
+    def _take_back(self, plan: Plan, info: SwapInfo | None) -> None:
+        """`take_back`, inside the door; `info` where slots may have moved since."""
+        out, into = plan.swap_out_slots, plan.swap_in_slots
+        if info is not None:
+            out, into = info.moved(out, plan.swap_out_offsets), info.moved(into, plan.swap_in_offsets)
+        self.planner.take_back(plan)
+        try:
+            self._mover.back(plan, out)
+        except BaseException:  # for want of memory for the copies: the plan stays as it was
+            self.planner.mark_swapped_out(plan)
+            self._mover.into(plan, into)
+            self.planner.mark_swapped_in(plan)
+            raise
+        self.planner.cancel(plan)
+        self.door.changes += 1
 
     def swap_out(self, info: SwapInfo) -> None:
         """Write the plan's victims back to their host rows.
@@ -1035,8 +1042,8 @@ class EmbCacheManager(Savable):
     def close(self) -> None:
         """Free tables and buffer; waits for a plan being made and for a save under way. Idempotent. Every later use raises `ClosedError`.
 
-        File-backed tables get the residents' rows first, and are left clean; a manager that dies without close leaves what
-        the last flush did, or directories that refuse to open.
+        File-backed tables get the residents' rows first, and are left clean, without what was planned and has not trained; a manager
+        that dies without close leaves what the last flush did, or directories that refuse to open.
 
         Raises
         ------
@@ -1090,6 +1097,7 @@ class EmbCacheManager(Savable):
         except StorageError:
             if not any(place is not None and place.failed for place in places):
                 raise
+        self._undo_untrained()
         for plan in self.planner.outstanding:
             if plan.state == "swapped_out":
                 self._swap_in(plan)
@@ -1107,6 +1115,17 @@ class EmbCacheManager(Savable):
                         raise
             unclosed.append((table, filter_bytes))
         return unclosed
+
+    def _undo_untrained(self) -> None:
+        """Undo what was planned and has not trained (an open pipeline's batches, say), as far as it can be; inside the door."""
+        self.door.settle()
+        with self.buffer.moving():
+            for plan in self.planner.outstanding[::-1]:
+                with contextlib.suppress(EmbCacheError, MemoryError):  # what must stay counts as seen
+                    if plan.state == "planned":
+                        self.planner.cancel(plan)
+                    elif plan.state == "swapped_in":
+                        self._take_back(plan, self._movable.get(plan.step))
 
     def __enter__(self) -> EmbCacheManager:
         return self

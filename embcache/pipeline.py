@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._core.doors import Steps
 from ._core.threads import process_number_of, this_process
 from .batches import Chooser, to_device
 from .errors import ClosedError, ConfigError, EmbCacheError, ForkError, PlanError, shown, whole_number
@@ -74,7 +75,8 @@ class TrainPipeline:
     Attributes
     ----------
     batches_done : int
-        Batches that have trained, not merely been pulled: the position from which a run goes on after its checkpoint.
+        Batches that have trained, not merely been pulled: the position from which a run goes on after its checkpoint. A run that
+        goes on sets it to what the checkpoint says, and it counts from there.
 
     Raises
     ------
@@ -85,7 +87,11 @@ class TrainPipeline:
     -----
     Results are bit for bit those of a loop that loads, plans and trains one batch after the other, at any depth (promise I9).
     While a pipeline is open its collections' training forwards take only features that it has planned; evaluation forwards go
-    directly. `save` may be called between steps: what is written excludes batches that have not trained.
+    directly. `save` may be called between steps, and at any time in another thread: what is written is all of the model, as of the
+    last step that has ended. ``save(..., state=lambda: {"batches": pipe.batches_done, "dense": optimizer.state_dict()})`` has these as of that, too.
+
+    A collection may be frozen, and trained again, between any two steps, with ``eval()`` and ``train()``: as without a pipeline its keys
+    count from the next batch on. (Where ranks share it, between two epochs.)
 
     One thread trains at a time, and no step trains another batch: a second ``progress`` raises `PlanError`. Context manager; `close`
     ends the threads, and may be called anywhere: inside a step it takes effect at its end.
@@ -158,6 +164,7 @@ class TrainPipeline:
         self._trainer: int | None = None
         self._raised = 0  # id of what the last step has raised: other ranks know of it
         self._at_start = self._counters()
+        self._steps = Steps(collection.manager.door for collection in collections.values())
         _flows.add(self._flow)
         # Whoever collects the garbage may be inside any lock, so nobody is waited for.
         weakref.finalize(self, _let_go, self._flow).atexit = False
@@ -212,7 +219,7 @@ class TrainPipeline:
         """`progress` of a training batch."""
         flow = self._flow
         self._end_given_up()
-        flow.frozen = frozenset(path for path, part in flow.collections.items() if not part.training)
+        self._freeze(frozenset(path for path, part in flow.collections.items() if not part.training))
         if flow.source is None or flow.source.iterator is not iterator:
             if flow.source is not None:
                 self._fill(flow.source)
@@ -234,6 +241,20 @@ class TrainPipeline:
             if current:
                 batch.source.iterator = None  # what it holds (workers, files) may go
                 raise StopIteration
+
+    def _freeze(self, frozen: frozenset[str]) -> None:
+        """Have nothing planned for these collections from the next batch on, however many are ready already."""
+        flow = self._flow
+        if flow.others is not None:  # who plan together, and are ahead of their callers by different numbers of batches
+            flow.frozen = frozen
+            return
+        while frozen != flow.frozen or flow.freeze is not None:  # another one, where an interrupt has left it
+            if flow.freeze is None:
+                flow.freeze = frozen
+            flow.start()
+            flow.plan_bell.ring()
+            self._check_going()
+            flow.ready_bell.wait()
 
     def _fill(self, source: Source) -> None:
         """Wait until all has been pulled from `source` that may be: what is trained must not depend on who was faster."""
@@ -269,6 +290,10 @@ class TrainPipeline:
         return flow.ready[0]
 
     def _train(self, batch: Batch) -> tuple[Any, Any]:
+        with self._steps:  # a save sees all collections and the dense part before this step, or all after it
+            return self._train_alone(batch)
+
+    def _train_alone(self, batch: Batch) -> tuple[Any, Any]:
         flow = self._flow
         batch.started = True
         if flow.closing:  # by another thread or a signal's handler; what has not started is given up
@@ -312,6 +337,11 @@ class TrainPipeline:
         flow = self._flow
         if batch.started:
             self._end_step(batch)
+        elif batch.plans:  # of a batch that has failed
+            for path, _, info in batch.plans:
+                flow.collections[path].manager.finish_late(info)
+            for collection in flow.collections.values():
+                collection.manager.door.settle()
         flow.done = max(flow.done, batch.number)
         if flow.ready and flow.ready[0] is batch:
             flow.ready.popleft()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ._core.cut import filter_saved
-from ._core.doors import Doors
+from ._core.doors import Doors, Steps
 from ._core.swap import SwapManager
 from ._core.table import Table
 from .checkpoint import Reader, RestoreReport, TableDescription, created_of, fill, holding, row_batches
@@ -111,7 +111,8 @@ def restore_managers(
     others = shared_with(managers)
     if others is not None:
         return _restore_together(where, managers, generation, dense, others)
-    with Doors(manager.door for manager in managers.values()):
+    doors = [manager.door for manager in managers.values()]
+    with Steps(doors, between_saves=True), Doors(doors):
         _check_between_steps(managers)
         for reader, skipped in holding(where, generation):
             report = RestoreReport(reader.generation, skipped=skipped, metadata=reader.metadata)

@@ -82,7 +82,8 @@ class Savable:
             are trained, the thread works for a sixth of the time.
         state : optional
             Your own, for `RestoreReport.state`: numbers, strings, None, bytes, arrays and tensors, in lists, tuples and dicts. (A
-            dense model's ``state_dict()``, the position in the data.)
+            dense model's ``state_dict()``, the position in the data.) Or a function without arguments that gives it: it is called
+            between two steps of a pipeline that trains in another thread, those after which and before which the tables are written.
         keep : int, optional
             Remove all but this many of the newest generations, and those that these need.
 
@@ -96,7 +97,8 @@ class Savable:
         ConfigError
             `state` holds something that cannot be saved; nothing was written.
         PlanError
-            A table has a filter, and a batch has finished before one that was planned earlier.
+            A table has a filter, and a batch has finished before one that was planned earlier. Or the thread is inside a training
+            step of a pipeline.
         LockedError
             Somebody else is saving there.
         DiskFullError, StorageError
@@ -107,7 +109,8 @@ class Savable:
         Notes
         -----
         Batches may be planned and trained in other threads, and with `background` in this one, while it is written: what is
-        written is the state at the call. A second save, `restore`, `rebalance` and `close` wait for it.
+        written is the state at the call, or where a pipeline is inside a step, which begins and ends in its ``progress``, at the end of
+        that: of all collections of a model the same step. A second save, `restore`, `rebalance` and `close` wait for it.
 
         Rows that training is about to change are copied out before, 256 MiB of them at most, then the next batch waits to be
         planned; besides a save takes one byte for each host row. From the first save on, a filter has a bit for each waiting key and each counter of its sketch

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._core.cut import trained_step
-from ._core.doors import Doors
+from ._core.doors import Doors, Steps
 from .checkpoint import Parent, TableDescription, number_to_keep, parent_at
 from .checkpoint.names import next_generation
 from .errors import ConfigError, CorruptionError, EmbCacheError, PlanError, shown
@@ -176,53 +176,60 @@ def save_managers(
     where = path_of(path)
     check_names(managers)
     most = number_to_keep(keep)
+    doors = [manager.door for manager in managers.values()]
+    between_steps = Steps(doors, between_saves=True)
+    if between_steps.held:
+        raise PlanError(
+            "save() was called inside a training step of a pipeline, by a hook or a signal's handler, say, where a part of the model has "
+            "trained and another has not; call it between two calls of progress(), or in another thread"
+        )
     others = shared_with(managers)
-    rank = 0 if others is None else others.rank
     values: dict[str, tuple[bytes, bytes]] = {}
-    unsavable: Exception | None = None
-    try:
-        if rank == 0:  # each has the same
-            values["state"] = encode(state, "state")
-        if dense is not None:
-            values |= dense.values(rank)
-    except Exception as error:
-        if others is None:
-            raise
-        unsavable = error
-    together = None if others is None else _agree(where, managers, delta, others, unsavable)
+    together: _Together | None = None
+    if others is not None:  # whose steps end alike: each saves between them
+        unsavable: Exception | None = None
+        try:
+            values = _values(state, dense, others.rank)
+        except Exception as error:
+            unsavable = error
+        together = _agree(where, managers, delta, others, unsavable)
     expected_last = _last(where, managers) if delta and together is None else None
     parent_there = None if expected_last is None else parent_at(where, expected_last[0], created=expected_last[1])
     parts: list[Part] = []
     job = SaveJob(where, managers, parts, most, background, others, 0 if together is None else together.generation)
     try:
-        with Doors(manager.door for manager in managers.values()):
-            for manager in managers.values():
-                manager.complete_abandoned()
-            optimizers = {module: manager.optimizer_state() for module, manager in managers.items()}
-            if others is None or others.rank == 0:
-                values["optimizers"] = encode(optimizers, "the state of the optimizers")
-            parts += [
-                Part(manager, module, t, describe(manager, t, module))
-                for module, manager in managers.items()
-                for t in range(len(manager.host_tables))
-            ]
-            delta_bytes = [part.note_changes() for part in parts]
-            last = _last(where, managers) if delta and together is None else None
-            if last != expected_last:  # another thread has saved meanwhile
-                parent_there = None if last is None else parent_at(where, last[0], created=last[1])
-            parent, partial = _base(last, parent_there, parts, delta_bytes)
-            if together is not None:
-                parent = together.parent
-                partial = {
-                    part.description.name
-                    for part in parts
-                    if part.tracked and part.description.name in together.partial
-                }
-            expected = sum(
-                few if part.description.name in partial else part.full_bytes
-                for part, few in zip(parts, delta_bytes, strict=True)
-            )
-            job.start(partial, values)
+        # The caller's values first, outside of the doors: what makes them may wait for other threads, or ranks.
+        with between_steps:
+            if others is None:
+                values = _values(state, dense, 0)
+            with Doors(doors):
+                for manager in managers.values():
+                    manager.complete_abandoned()
+                optimizers = {module: manager.optimizer_state() for module, manager in managers.items()}
+                if others is None or others.rank == 0:
+                    values["optimizers"] = encode(optimizers, "the state of the optimizers")
+                parts += [
+                    Part(manager, module, t, describe(manager, t, module))
+                    for module, manager in managers.items()
+                    for t in range(len(manager.host_tables))
+                ]
+                delta_bytes = [part.note_changes() for part in parts]
+                last = _last(where, managers) if delta and together is None else None
+                if last != expected_last:  # another thread has saved meanwhile
+                    parent_there = None if last is None else parent_at(where, last[0], created=last[1])
+                parent, partial = _base(last, parent_there, parts, delta_bytes)
+                if together is not None:
+                    parent = together.parent
+                    partial = {
+                        part.description.name
+                        for part in parts
+                        if part.tracked and part.description.name in together.partial
+                    }
+                expected = sum(
+                    few if part.description.name in partial else part.full_bytes
+                    for part, few in zip(parts, delta_bytes, strict=True)
+                )
+                job.start(partial, values)
         try:
             job.begin(parent, expected)
         except (ConfigError, CorruptionError):
@@ -237,6 +244,16 @@ def save_managers(
         if job.unclaimed.acquire(blocking=False):  # else a thread has it, and brings it to its end
             job.end()
         raise
+
+
+def _values(state: Any, dense: Dense | None, rank: int) -> dict[str, tuple[bytes, bytes]]:
+    """What a rank writes of the caller's values and of the dense part, as they are now."""
+    values: dict[str, tuple[bytes, bytes]] = {}
+    if rank == 0:  # each has the same
+        values["state"] = encode(state() if callable(state) else state, "state")
+    if dense is not None:
+        values |= dense.values(rank)
+    return values
 
 
 def shared_with(managers: Mapping[str, EmbCacheManager]) -> Any:

@@ -94,8 +94,8 @@ class Batch:
         Nothing more comes from its source: it has ended (and then this is no batch), or it has raised.
     data
         What the caller's model gets.
-    parts : list of (path, features object, prepared)
-        What is to be planned, in order, as the collection's `prepare` gave it.
+    parts : list of (path, features object, prepared, Notice or None)
+        What is to be planned, in order, as the collection's `prepare` gave it; later, what was not planned since it is frozen.
     unchanged : dict of int to Unchanged
         By ``id`` of a features object of `parts`: whether it still holds what was prepared.
     goes_on : bool
@@ -128,7 +128,7 @@ class Batch:
         self.number, self.source = number, source
         self.last = self.started = self.goes_on = False
         self.data: Any = None
-        self.parts: list[tuple[str, Any, Any]] = []
+        self.parts: list[tuple[str, Any, Any, Notice | None]] = []
         self.unchanged: dict[int, Unchanged] = {}
         self.notices: list[tuple[str, Notice | None]] = []
         self.plans: list[tuple[str, Any, SwapInfo]] = []
@@ -162,7 +162,9 @@ class Flow:
     source : Source, optional
         Set by the caller: what to pull from.
     frozen : frozenset of str
-        Set by the caller: collections in ``eval()`` while the model trains, for which nothing is planned.
+        Collections in ``eval()`` while the model trains, for which nothing is planned.
+    freeze : frozenset of str, optional
+        Set by the caller, who takes no batch until the coordinator has made it `frozen`, also for batches that are ready, and this None.
     filling : bool
         Set by the caller, who waits for the loader until it is ahead.
     done : int
@@ -193,6 +195,7 @@ class Flow:
         self.process = this_process()
         self.source: Source | None = None
         self.frozen: frozenset[str] = frozenset()
+        self.freeze: frozenset[str] | None = None
         self.filling = False
         self.done = self.pulled = self.shortened = 0
         self.loaded: deque[Batch] = deque()
@@ -416,7 +419,7 @@ class Flow:
             flat, manager = flats[path, id(value)], self.collections[path].manager
             ahead = self.lookahead > 0 and manager.policy == "lookahead" and self.others is None
             batch.notices.append((path, manager.look_ahead(flat) if ahead else None))
-            batch.parts.append((path, seen[id(value)], flat))
+            batch.parts.append((path, seen[id(value)], flat, batch.notices[-1][1]))
             batch.unchanged[id(seen[id(value)])] = unchanged[id(value)]
 
     # -------------------------------------------------------------------------------------------------------- planning
@@ -432,6 +435,8 @@ class Flow:
 
     def _coordinate_next(self) -> None:
         """Plan the next batch, or wait for it, or for its turn."""
+        if self.freeze is not None:
+            self._freeze(self.freeze)
         if not self.loaded:
             for collection in self.collections.values():
                 collection.settle()  # planning the next batch would, but there is none; and whoever trains does not
@@ -461,35 +466,58 @@ class Flow:
         """Plan a batch and move its rows; False where the pipeline is closing."""
         # Over ranks as all have it at this batch: their callers may be at different steps when they freeze a collection.
         frozen = self.frozen if self.others is None else self._frozen_somewhere
+        left, skipped = deque(batch.parts), []
         try:
-            for (path, value, flat), (_, notice) in zip(batch.parts, batch.notices, strict=True):
+            while left:
+                path, value, flat, notice = left[0]
                 if path in frozen:
                     if notice is not None:
                         self.collections[path].manager.withdraw(notice)
-                    continue
-                if self.others is None and not batch.unchanged[id(value)]:  # ranks plan together; forward looks, too
-                    raise changed(value)
-                info = self._plan_part(batch, self.collections[path], flat, notice)
-                batch.plans.append((path, value, info))
+                    skipped.append((path, value, flat, None))
+                else:
+                    # Not of one rank alone, since all plan together; forward looks, too.
+                    if self.others is None and not batch.unchanged[id(value)]:
+                        raise changed(value)
+                    info = self._plan_part(batch, self.collections[path], flat, notice)
+                    batch.plans.append((path, value, info))
+                left.popleft()
         except RankError as error:
             if not isinstance(error, RankRefusedError):
                 raise
             self._fail(batch, error)
+            return True
         except BaseException as error:
-            if self.closing and self.others is None and isinstance(error, HbmCapacityError):
-                return False  # it waited for room, and is given up with what was planned of it
+            if self._called_off and self.others is None and isinstance(error, HbmCapacityError):
+                batch.parts = [*skipped, *left]
+                return False  # it waited for room, and is given up with what was planned of it, or planned in another order
             self._fail(batch, error)
-        batch.parts = []
+            return True
+        batch.parts = skipped
         return True
 
     def _fail(self, batch: Batch, error: BaseException) -> None:
-        """As it would be without a pipeline: what was planned of a batch before the error stays counted, and trains nothing."""
-        batch.error = error
-        for path, _, info in batch.plans:
-            with contextlib.suppress(EmbCacheError):  # another collection than the failed one was closed meanwhile
-                self.collections[path].manager.abandon(info)
-        batch.plans = []
+        """As it would be without a pipeline: what was planned of a batch before the error counts when its turn comes, and trains nothing."""
+        batch.error, batch.parts = error, []
         self._withdraw(batch)
+
+    @property
+    def _called_off(self) -> bool:
+        """Whether a batch that waits for room is to wait no longer."""
+        return self.closing or self.freeze is not None
+
+    def _freeze(self, frozen: frozenset[str]) -> None:
+        """From the batch on that the caller takes next nothing is planned for these collections, and for all others everything."""
+        for batch in [*self.ready, *list(self.loaded)[:1]][::-1]:
+            for path, value, info in batch.plans[::-1]:
+                if path in frozen:
+                    self._undo(path, info)
+                    if batch.error is None:
+                        batch.parts.insert(0, (path, value, info.flat, None))
+            batch.plans = [plan for plan in batch.plans if plan[0] not in frozen]
+        while self.ready:  # what is not planned of the first ones comes before the next ones
+            self.loaded.appendleft(self.ready.pop())
+        self.frozen, self.freeze = frozen, None
+        self.ready_bell.ring()
 
     def _plan_part(self, batch: Batch, collection: CachedCollection, prepared: Any, notice: Notice | None) -> SwapInfo:
         """Plan for one collection. While earlier batches are under way, a full buffer only means to wait for one of them."""
@@ -497,16 +525,16 @@ class Flow:
 
         def again(error: HbmCapacityError) -> bool:
             nonlocal seen, waited
-            if error.never_fits or seen >= batch.number - 1 or self.closing:
+            if error.never_fits or seen >= batch.number - 1 or self._called_off:
                 return False
             self.shortened += not waited
             waited = True
             start = self.timeline.start("wait_window", batch.number)
-            while not self.closing and self.done == seen:
+            while not self._called_off and self.done == seen:
                 self.plan_bell.wait()
             self.timeline.stop("wait_window", batch.number, start)
             seen = self.done
-            return not self.closing
+            return not self._called_off
 
         return collection.plan_ahead(prepared, self.timeline, batch.number, notice, again)
 
@@ -515,16 +543,27 @@ class Flow:
         for batch in [*self.ready, *list(self.loaded)[:1]][::-1]:
             plans = [] if batch.started else batch.plans
             for path, _, info in plans[::-1]:
-                manager = self.collections[path].manager
-                try:
-                    try:
-                        manager.take_back(info)
-                    except PlanError:  # something has changed that it would undo: its batch counts as seen then
-                        manager.abandon(info)
-                except EmbCacheError as error:  # closed before its pipeline, or a disk that has failed
-                    LOG.warning("a plan of collection %r was not undone: %s", path, error)
+                self._undo(path, info)
         for batch in [*self.ready, *self.loaded]:
             self._withdraw(batch)
+
+    def _undo(self, path: str, info: SwapInfo) -> None:
+        """Undo a plan that nobody has started, the newest of its collection. Where that cannot be, its batch counts as seen."""
+        manager = self.collections[path].manager
+        try:
+            try:
+                manager.take_back(info)
+            except (
+                PlanError,
+                MemoryError,
+            ) as error:  # something has changed that it would undo; or no memory for the way back
+                if isinstance(error, MemoryError):
+                    LOG.warning("a plan of collection %r was not undone, its keys count: %s", path, error)
+                manager.abandon(info)
+        except ClosedError:  # before its pipeline, which has undone what has not trained
+            pass
+        except EmbCacheError as error:  # a disk that has failed
+            LOG.warning("a plan of collection %r was not undone: %s", path, error)
 
 
 def not_the_end(error: BaseException, where: str) -> BaseException:

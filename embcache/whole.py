@@ -77,7 +77,8 @@ def save(
         Holds at least one collection, or is one. Tables are saved under the path of their collection in the model, without what that is
         wrapped in (``DistributedDataParallel``, TorchRec's ``DistributedModelParallel``, ``torch.compile``).
     path, delta, background, state, keep
-        As for `EmbCacheManager.save`; the dense optimizer's ``state_dict()`` belongs into `state`.
+        As for `EmbCacheManager.save`; the dense optimizer's ``state_dict()`` belongs into `state`. Where another thread trains the model
+        through a pipeline, all of it is as of one step, and what `state` holds too, if that is a function.
 
     Returns
     -------

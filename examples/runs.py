@@ -115,10 +115,11 @@ def run_embcache(
     checkpoints = checkpoints or Checkpoints()
     first = checkpoints.resume(whole, dense, setting)
 
-    def after_step(step: int) -> None:
-        checkpoints.after_step(step, whole, dense, setting)
-
     with ec.TrainPipeline(whole, dense) as pipe:
+        pipe.batches_done = first  # it counts on: what a checkpoint says is the position in the whole run
+
+        def after_step(_: int) -> None:
+            checkpoints.after_step(pipe.batches_done, whole, dense, setting)
 
         def steps() -> Iterator[tuple[float, int]]:
             source = ((_features(batch), batch) for batch in _batches(train, setting, first))

@@ -13,8 +13,8 @@ export EMBCACHE_CHECKED=1
 EMBCACHE_SANITIZE=$sanitizers "$python" setup.py --quiet build --build-base "$base" --build-lib "$base/lib"
 
 if [ "$sanitizers" = thread ]; then
-    tests=(tests/concurrency/test_table_threads.py tests/regression/test_threads_stay_in_their_partitions.py
-        tests/unit/test_{threads,dedup,spares,swap,table_checkpoint}.py tests/property/test_planner_machine.py)
+    tests=(tests/concurrency/test_{table,moves}_threads.py tests/regression/test_threads_stay_in_their_partitions.py
+        tests/unit/test_{threads,dedup,spares,swap,moves,table_checkpoint}.py tests/property/test_planner_machine.py)
     preload=$(gcc -print-file-name=libtsan.so)
     # Without randomized addresses: they may lie where the sanitizer keeps its shadow. The sanitizer's own end would
     # not be pytest's failure: it names the races in a file, which must not be there.

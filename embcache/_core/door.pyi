@@ -3,6 +3,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, final
 
+from embcache._core.doors import Turn
 from embcache._core.plan import Plan
 from embcache._core.swap import SwapManager
 
@@ -10,6 +11,7 @@ from embcache._core.swap import SwapManager
 class Door:
     lock: Any
     rows: Any
+    turn: Turn
     late: deque[Plan]
     planner: SwapManager
     saving: Any

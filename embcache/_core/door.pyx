@@ -18,6 +18,7 @@ from embcache.errors import ClosedError, ForkError
 
 from cython cimport final
 
+from embcache._core.doors cimport Turn
 from embcache._core.swap cimport SwapManager
 from embcache._core.threads cimport process_mark, process_number
 
@@ -37,6 +38,8 @@ cdef class Door:
     Attributes
     ----------
     lock, rows : threading.RLock
+    turn : Turn
+        Of who trains a whole step, or must see none that is half done (`doors.Steps`); taken before the locks, by nobody who plans.
     late : deque of Plan
     saving : SaveJob or None
         The save under way, which has a latch `done`.
@@ -57,7 +60,7 @@ cdef class Door:
 
     def __cinit__(self, SwapManager planner not None):
         self.process = process_mark()
-        self.lock, self.rows = RLock(), RLock()
+        self.lock, self.rows, self.turn = RLock(), RLock(), Turn()
         self.late = deque()
         self.planner = planner
         self.closed = False

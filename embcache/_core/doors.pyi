@@ -4,6 +4,19 @@ from typing import final
 from embcache._core.door import Door
 
 @final
+class Turn:
+    @property
+    def held(self) -> bool: ...
+
+@final
+class Steps:
+    def __init__(self, doors: Iterable[Door], between_saves: bool = False) -> None: ...
+    @property
+    def held(self) -> bool: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+@final
 class Latch:
     is_open: bool
     def open(self) -> None: ...

@@ -7,6 +7,7 @@ one process would hold that is given the whole batch (docs/decisions/010).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 
 from ..config import OptimizerSpec, TableConfig
 from ..devices import Emulated
-from ..errors import ConfigError, HbmCapacityError, shown
+from ..errors import ConfigError, EmbCacheError, HbmCapacityError, RankError, shown
 from ..features import as_jagged_features, inverse_for
 from ..layout import FlatBatch
 from ..manager import DEFAULT_OPTIMIZER
@@ -156,10 +157,24 @@ class ShardedCollection(CachedCollection):
             self.ranks.settle("plan", "planning a batch", error)
         except BaseException:
             if info is not None:
-                self._manager.take_back(info)
+                self._undo(info)
             raise
         assert info is not None
         return info
+
+    def _undo(self, info: SwapInfo) -> None:
+        """Take a plan back that another rank could not make. `RankError` on all where that fails: this rank would be a batch ahead."""
+        try:
+            self._manager.take_back(info)
+        except BaseException as error:
+            failure = RankError(
+                f"rank {self.ranks.rank}: a batch that another rank has refused could not be undone here ({error}); the ranks' tables have "
+                "seen different batches: start all ranks again from the last generation"
+            )
+            self.ranks.fail(failure)
+            with contextlib.suppress(EmbCacheError):
+                self._manager.abandon(info)
+            raise failure from error
 
     def _plan(self, features: Any) -> SwapInfo:
         self._update.drop_stale()

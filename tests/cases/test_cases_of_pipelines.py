@@ -1,4 +1,4 @@
-"""Faults of other systems in order and pipelines, as users meet them (lines 32 to 44); what is not here is in tests/unit/test_pipeline.py.
+"""Faults of other systems in order and pipelines, as users meet them (lines 32 to 44); what is not here is in tests/unit/test_pipeline*.py.
 
 32, 33, 35: an update or a write-back that a later batch does not see. 34: a slot that is reused while it is read. 36: a queue that
 only backward drains. 37: a second epoch. 39, 40: several collections, and plain tables. 41: prefetching that nobody tested. 42:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipeline import (
+from pipelines import (
     Model,
     Pair,
     Towers,

@@ -1,0 +1,103 @@
+"""TrainPipeline: collections that are frozen and trained again between steps, whatever is planned ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipelines import threads_end
+
+import embcache as ec
+
+_threads_end = pytest.fixture(autouse=True)(threads_end)
+
+COUNTED = ec.AdmitAndEvictConfig(admit_threshold=2, evict_threshold=6, evict_step_interval=4, time_source="step")
+STEPS = 40
+
+
+class Pair(torch.nn.Module):
+    """Two collections, each of which trains or only reads; a dense part that trains always."""
+
+    def __init__(self, rows: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        for name in ("one", "two"):
+            table = ec.TableConfig(name, 4, hbm_rows=rows, admit_and_evict=COUNTED)
+            setattr(self, name, ec.EmbeddingBagCollection([table], optimizer=ec.Adagrad(lr=0.1)))
+        self.top = torch.nn.Linear(8, 1)
+
+    def forward(self, batch: ec.JaggedFeatures) -> Any:
+        out = self.top(torch.cat([self.one(batch).values(), self.two(batch).values()], 1))
+        return out.square().mean() + out.mean(), out.detach()
+
+
+def batches() -> Iterator[ec.JaggedFeatures]:
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(STEPS):
+        ones = torch.ones(6, dtype=torch.int64)
+        yield ec.JaggedFeatures(
+            ["one", "two"], torch.randint(0, 25, (12,), generator=generator), torch.cat([ones, ones])
+        )
+
+
+def switches(model: Pair, seed: int) -> Callable[[], None]:
+    """What freezes and thaws collections between steps, by a seed; never both together."""
+    draw = random.Random(seed)
+
+    def switch() -> None:
+        frozen = draw.choice(["", "", "one", "two", None, None, None])
+        if frozen is not None:
+            model.one.train(frozen != "one")
+            model.two.train(frozen != "two")
+
+    return switch
+
+
+def all_of(model: Pair) -> Any:
+    found: list[Any] = [p.tolist() for p in model.top.parameters()]
+    for collection in (model.one, model.two):
+        for name, table in collection.tables().items():
+            rows = {}
+            for keys, *columns in table.items():
+                rows.update((key, [column[i].tolist() for column in columns]) for i, key in enumerate(keys.tolist()))
+            found.append((name, rows))
+            state = collection.manager.planner.filter_state(0)
+            found.append({k: getattr(v, "tolist", lambda v=v: v)() for k, v in state.items()})
+        found.append((collection.manager.planner.step, collection.optimizer.step_count))
+    return found
+
+
+def plain(seed: int) -> tuple[Any, list[Any]]:
+    model = Pair(None)
+    dense, switch, outputs = torch.optim.SGD(model.parameters(), lr=0.1), switches(model, seed), []
+    for batch in batches():
+        switch()
+        dense.zero_grad()
+        loss, out = model(batch)
+        loss.backward()
+        dense.step()
+        model.one.optimizer.step()
+        model.two.optimizer.step()
+        outputs.append(out.tolist())
+    return all_of(model), outputs
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("depth", "rows"), [(1, 8), (3, 12), (6, 9), (6, None)])
+def test_collections_are_frozen_and_trained_again_as_without_a_pipeline(
+    depth: int, rows: int | None, seed: int
+) -> None:
+    """Batches that were ready by then are planned for a collection that thaws, and not counted by one that freezes."""
+    model, outputs = Pair(rows), []
+    switch, source = switches(model, seed), batches()
+    with ec.TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), depth=depth) as pipe:
+        for _ in range(STEPS):
+            switch()
+            outputs.append(pipe.progress(source)[1].tolist())
+    assert (all_of(model), outputs) == plain(seed)
+    for collection in (model.one, model.two):
+        assert (collection.manager.outstanding, collection.manager.stats()["pinned"]) == (0, 0)
+        collection.manager.planner.check()

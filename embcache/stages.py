@@ -466,7 +466,8 @@ class Flow:
         """Plan a batch and move its rows; False where the pipeline is closing."""
         # Over ranks as all have it at this batch: their callers may be at different steps when they freeze a collection.
         frozen = self.frozen if self.others is None else self._frozen_somewhere
-        left, skipped = deque(batch.parts), []
+        left = deque(batch.parts)
+        skipped: list[tuple[str, Any, Any, Notice | None]] = []
         try:
             while left:
                 path, value, flat, notice = left[0]

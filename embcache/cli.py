@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         "embcache", description=_ABOUT, epilog=_ENDING, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    top.add_argument("--version", action="version", version=f"embcache {sys.modules[__package__].__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in COMMANDS:
         module.add(commands)

@@ -320,7 +320,10 @@ def sharding_plan(
                 }
             )
     if not plan:
-        raise ConfigError(f"the {type(model).__name__} holds no cached collection; TorchRec's own planner is enough")
+        raise ConfigError(
+            f"the {type(model).__name__} holds no cached collection: convert it first (replace_embeddings(model, hbm_bytes=...)), or leave it "
+            "to TorchRec's own planner"
+        )
     others = [sharder for sharder in sharders if not isinstance(sharder, _Sharder)]
     if others:
         if planner is None:

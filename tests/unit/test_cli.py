@@ -94,6 +94,8 @@ def test_usage_of_the_parser_is_2_and_help_is_0(capsys: pytest.CaptureFixture[st
     assert main(["nonsense"]) == 2
     assert main(["--help"]) == 0
     assert "exit codes" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"embcache {embcache.__version__}\n"
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +281,13 @@ def test_the_command_of_a_checkout_works_without_torch_and_survives_a_closed_pip
     command = [ROOT / "tools" / "dump", "list", saved]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "") and "delta on 1" in ran.stdout
+    python = saved.parent / "python"  # as in an environment that is being made
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' -I -S \"$@\"\n")
+    python.chmod(0o755)
+    bare = subprocess.run(
+        command, env=environment | {"PYTHON": str(python)}, capture_output=True, text=True, check=False
+    )
+    assert bare.returncode == 3 and "has no embcache yet" in bare.stderr
     code = "import sys; sys.modules['torch'] = None; from embcache.cli import main; sys.exit(main(sys.argv[1:]))"
     read, write = os.pipe()
     os.close(read)

@@ -322,7 +322,7 @@ def assign_rows(
         view.assign(keys, np.ascontiguousarray(plain), np.ascontiguousarray(own, dtype=np.float32))
 
 
-class EmbCacheEmbeddingBagCollection(  # type: ignore[misc]  # outputs are TorchRec's, not ours
+class EmbCacheEmbeddingBagCollection(  # outputs are TorchRec's, not ours
     PooledFace, CachedTables, EmbeddingBagCollectionInterface, EmbeddingBagCollection
 ):
     """TorchRec's ``EmbeddingBagCollection`` with tables larger than device memory.
@@ -402,7 +402,7 @@ class EmbCacheEmbeddingBagCollection(  # type: ignore[misc]  # outputs are Torch
         self._show(self._configs, self._plain)
 
 
-class EmbCacheEmbeddingCollection(  # type: ignore[misc]  # outputs are TorchRec's, not ours
+class EmbCacheEmbeddingCollection(  # outputs are TorchRec's, not ours
     SequenceFace, CachedTables, EmbeddingCollectionInterface, EmbeddingCollection
 ):
     """TorchRec's ``EmbeddingCollection`` with tables larger than device memory: a row for each value.

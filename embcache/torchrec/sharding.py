@@ -129,7 +129,7 @@ class ShardedTables(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
         return output
 
 
-class EmbCacheShardedEmbeddingBagCollection(  # type: ignore[misc]  # outputs are TorchRec's, not ours
+class EmbCacheShardedEmbeddingBagCollection(  # outputs are TorchRec's, not ours
     PooledFace, ShardedTables, EmbeddingBagCollectionInterface, ShardedEmbeddingBagCollection
 ):
     """An `EmbCacheEmbeddingBagCollection` whose rows are spread over ranks; made by its sharder."""
@@ -147,7 +147,7 @@ class EmbCacheShardedEmbeddingBagCollection(  # type: ignore[misc]  # outputs ar
         return EmbCacheEmbeddingBagCollection
 
 
-class EmbCacheShardedEmbeddingCollection(  # type: ignore[misc]  # outputs are TorchRec's, not ours
+class EmbCacheShardedEmbeddingCollection(  # outputs are TorchRec's, not ours
     SequenceFace, ShardedTables, EmbeddingCollectionInterface, ShardedEmbeddingCollection
 ):
     """An `EmbCacheEmbeddingCollection` whose rows are spread over ranks; made by its sharder."""

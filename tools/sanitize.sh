@@ -24,7 +24,7 @@ if [ "$sanitizers" = thread ]; then
     # die_after_fork=0: our children of fork start threads (promise I12).
     export TSAN_OPTIONS="die_after_fork=0 log_path=$races"
 else
-    mapfile -t tests < <(grep -rLE '^\s*(import|from) (torch|examples|dlrm)|embcache\.(manager|modules|buffer|optim|devices|features)|EmbCacheManager|Collection' \
+    mapfile -t tests < <(grep -rLE '^\s*(import|from) (torch|examples|dlrm|pairs|pipelines)|embcache\.(manager|modules|buffer|optim|devices|features)|EmbCacheManager|Collection' \
         tests/unit tests/property --include='test_*.py' | sort)
     preload="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
     run=("$python")

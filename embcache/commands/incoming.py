@@ -143,12 +143,24 @@ def described(text: str | None, where: str) -> TableDescription | None:
 
 
 class Incoming:
-    """Rows of a table that is described and comes from arrays."""
+    """Rows of a table that is described and comes from arrays.
 
-    def __init__(self, description: TableDescription, arrays: Arrays, allow_nan: bool) -> None:
+    Attributes
+    ----------
+    description : TableDescription
+    arrays : Arrays
+    without_key : int
+        Rows of `no_key` so far, which are left out.
+    """
+
+    def __init__(
+        self, description: TableDescription, arrays: Arrays, allow_nan: bool, no_key: int | None = None
+    ) -> None:
         self.description = description
         self.arrays = arrays
+        self.without_key = 0
         self._allow_nan = allow_nan
+        self._no_key = no_key
         for what, found, wanted in (
             ("dim", arrays.dim, description.dim),
             ("state_dim", arrays.state_dim, description.state_dim),
@@ -160,7 +172,8 @@ class Incoming:
         """All keys in the file's order, at most so many at a time, before `rows`; none where they are counted up."""
         at = 0
         for keys in self.arrays.keys(most):
-            yield self._integers("key", keys, at)
+            found = self._integers("key", keys, at)
+            yield found if self._no_key is None else found[found != self._no_key]
             at += len(keys)
 
     def rows(self, most: int) -> Iterator[Rows]:
@@ -187,8 +200,13 @@ class Incoming:
                     counters.append(self._integers(what, values, at))
             if table.with_filter and not counters:
                 raise ConfigError(f"{where}: lacks frequencies and timestamps, which its description says it has")
-            yield Rows(keys, weights, state, *(counters or (None, None)))
             at += n
+            columns = [keys, weights, state, *counters]
+            if self._no_key is not None and self._no_key in keys:
+                kept = keys != self._no_key
+                columns = [one[kept] for one in columns]
+                self.without_key += n - len(columns[0])
+            yield Rows(*columns, *([] if counters else [None, None]))
 
     def _integers(self, what: str, values: npt.NDArray[Any], at: int) -> npt.NDArray[np.int64]:
         if values.dtype.kind not in "iu":

@@ -59,8 +59,8 @@ class Ordering:
         Where the temporary file may lie: it takes as much as the rows.
     expected_rows : int
         About how many come; more are no harm.
-    duplicates : {"refuse", "first", "last"}
-        What becomes of a key that comes several times.
+    duplicates : {"refuse", "first", "last", "newest"}
+        What becomes of a key that comes several times; ``"newest"``: the row with the largest timestamp stays.
     dtype : dtype, optional
         What is kept of a row, ``keys`` among it; default: all.
     """
@@ -129,6 +129,10 @@ class Ordering:
         self._at += self._held_bytes[bucket]
         self._held[bucket], self._held_bytes[bucket] = [], 0
 
+    def add_records(self, records: npt.NDArray[Any]) -> None:
+        """Take rows as records of `dtype`; the array is copied."""
+        self._deal(records)
+
     def add_keys(self, keys: npt.NDArray[np.int64]) -> None:
         """Take rows of which nothing but the keys is kept; the array is copied."""
         self._deal(keys.view(_KEYS_ONLY))
@@ -191,7 +195,8 @@ class Ordering:
             if again.any():
                 self._refuse(int(records["keys"][hashes == ordered[1:][again][0]][0]))
             return
-        order = np.argsort(hashes, kind="stable")
+        newest = self._duplicates == "newest"
+        order = np.lexsort((records["timestamps"], hashes)) if newest else np.argsort(hashes, kind="stable")
         keys = records["keys"][order]
         again = keys[1:] == keys[:-1]
         if again.any():
@@ -208,7 +213,11 @@ class Ordering:
         """A bucket of one hash, and so of one key: the hash of 8 bytes is one to one."""
         kept, count = None, 0
         for piece in self._pieces(bucket):
-            if kept is None or self._duplicates == "last":
+            if self._duplicates == "newest":
+                both = piece if kept is None else np.concatenate([kept, piece])
+                at = int(both["timestamps"].argmax())
+                kept = both[at : at + 1]
+            elif kept is None or self._duplicates == "last":
                 kept = piece[-1:] if self._duplicates == "last" else piece[:1]
             count += len(piece)
             if count > 1 and self._duplicates == "refuse":

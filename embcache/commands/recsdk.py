@@ -2,27 +2,35 @@
 
 ``<table>/{key,embedding,momentum1,momentum2}/slice.data`` are raw little-endian numbers: int64 keys, float32 rows in the keys'
 order. Beside each, ``slice.attribute`` has int64 words: bytes of an element, count, and of embeddings the dim. A save that was
-not merged has the same below ``<table>/rank<r>/``. Counters of its filter (``admit_count``, ``evict_timestamp``) are left
-out: keys that wait for admission have none there, and times stand in an order of their own. Rows without them stay until they
-are used again.
+not merged has the same below ``<table>/rank<r>/``.
+
+Of its filter, ``admit_count/slice.data`` has an int64 for each key in the keys' order, -1 where it was not counted; and
+``evict_timestamp/slice_evict_{key,ts}.data`` last times of keys in an order of their own, of keys without a row too, and of one
+key several where several ranks met it. Their writer leaves the data out where there is just one (its attribute says 1 all the
+same), so a single count or time is as good as unknown. No key is negative there: -1 stands for none, and may have got into a save.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import ConfigError, CorruptionError
 from .streams import Stream
 
-__all__ = ["STATES", "is_recsdk", "left_out", "parts_of", "tables_of"]
+__all__ = ["COUNTS", "NO_KEY", "STATES", "TIMES", "Part", "is_recsdk", "left_out", "parts_of", "tables_of"]
 
 STATES = ("momentum1", "momentum2")
+COUNTS, TIMES = "admit_count", "evict_timestamp"
+NO_KEY = -1
 _DATA, _ATTRIBUTE = "slice.data", "slice.attribute"
+_TIME_FILES = ("slice_evict_key.data", "slice_evict_ts.data")
 _RANK = re.compile(r"rank(\d+)")
 
 
@@ -62,8 +70,27 @@ def tables_of(path: str) -> dict[str, str]:
     return {name: os.path.join(path, name) for name in sorted(os.listdir(path)) if _is_table(os.path.join(path, name))}
 
 
-def parts_of(folder: str, stack: ExitStack) -> list[dict[str, Stream]]:
-    """The arrays of a table, ``keys``, ``weights`` and the states: one dict, or one for each rank."""
+@dataclass
+class Part:
+    """What a table's folder holds, or a rank's.
+
+    Attributes
+    ----------
+    arrays : dict of str to Stream
+        ``keys``, ``weights`` and the states.
+    counts : Stream or None
+        Of the keys, in their order.
+    times : (Stream, Stream) or None
+        Keys, and their last times.
+    """
+
+    arrays: dict[str, Stream]
+    counts: Stream | None
+    times: tuple[Stream, Stream] | None
+
+
+def parts_of(folder: str, stack: ExitStack) -> list[Part]:
+    """A table: one part, or one for each rank."""
     if not _has_keys(folder):
         _refuse_missing_keys(folder)
     return [_open(part, stack) for part in ([folder] if _has_keys(folder) else _rank_folders(folder))]
@@ -71,7 +98,7 @@ def parts_of(folder: str, stack: ExitStack) -> list[dict[str, Stream]]:
 
 def left_out(folder: str) -> list[str]:
     """What a table's save holds besides what is read."""
-    known = {"key", "embedding", *STATES}
+    known = {"key", "embedding", *STATES, COUNTS, TIMES}
     names = {
         name
         for part in ([folder] if _has_keys(folder) else _rank_folders(folder))
@@ -81,7 +108,50 @@ def left_out(folder: str) -> list[str]:
     return sorted(names - known)
 
 
-def _open(folder: str, stack: ExitStack) -> dict[str, Stream]:
+def _open(folder: str, stack: ExitStack) -> Part:
+    arrays = _arrays(folder, stack)
+    return Part(arrays, _counts(folder, arrays["keys"].rows, stack), _times(folder, stack))
+
+
+def _counts(folder: str, keys: int, stack: ExitStack) -> Stream | None:
+    if not os.path.isdir(os.path.join(folder, COUNTS)):
+        return None
+    stream = _integers(folder, COUNTS, _DATA, stack)
+    if stream is not None and stream.rows != keys:
+        raise CorruptionError(
+            f"{stream.where}: has {stream.rows} counts for {keys} keys; copy the save anew, or take {COUNTS!r} away to do without"
+        )
+    return stream
+
+
+def _times(folder: str, stack: ExitStack) -> tuple[Stream, Stream] | None:
+    if not os.path.isdir(os.path.join(folder, TIMES)):
+        return None
+    keys, times = (_integers(folder, TIMES, name, stack) for name in _TIME_FILES)
+    if keys is None or times is None:
+        if keys is not times:
+            raise CorruptionError(
+                f"{folder}/{TIMES}: has one of {' and '.join(_TIME_FILES)}; copy the save anew, or take {TIMES!r} away to do without"
+            )
+        empty = (Stream(f"{folder}/{TIMES}", "<i8", (0,), io.BytesIO()) for _ in range(2))
+        return next(empty), next(empty)
+    return keys, times
+
+
+def _integers(folder: str, what: str, name: str, stack: ExitStack) -> Stream | None:
+    """One array of a filter; None where their writer has left it out."""
+    words = _words(folder, what, (16,))
+    path = os.path.join(folder, what, name)
+    size = _size(path) if os.path.lexists(path) else 0
+    if words[0] != 8 or words[1] < 0 or size not in (8 * words[1], 0 if words[1] == 1 else -1):
+        raise CorruptionError(
+            f"{path}: {size} bytes, where its attribute says {words[1]} numbers of {words[0]} bytes; copy the save anew, or take {what!r} away to "
+            "do without"
+        )
+    return Stream(path, "<i8", (words[1],), stack.enter_context(open(path, "rb"))) if size else None
+
+
+def _arrays(folder: str, stack: ExitStack) -> dict[str, Stream]:
     words, size = _attribute(folder, "key")
     count = words[1]
     if words[0] != 8 or size != 8 * count:
@@ -112,22 +182,34 @@ def _size(path: str) -> int:
 
 def _attribute(folder: str, what: str) -> tuple[list[int], int]:
     """The words of an attribute, and the bytes of the data beside it."""
-    path = os.path.join(folder, what, _ATTRIBUTE)
     try:
         size = _size(os.path.join(folder, what, _DATA))
+    except FileNotFoundError as error:
+        raise _missing(error) from None
+    return _words(folder, what, (16, 24)), size
+
+
+def _words(folder: str, what: str, sizes: tuple[int, ...]) -> list[int]:
+    """The words of an attribute."""
+    path = os.path.join(folder, what, _ATTRIBUTE)
+    try:
         _size(path)
         with open(path, "rb") as file:
             content = file.read(64)
     except FileNotFoundError as error:
-        raise ConfigError(f"{error.filename}: does not exist; give a whole save directory") from None
-    if len(content) not in (16, 24):
+        raise _missing(error) from None
+    if len(content) not in sizes:
         raise CorruptionError(
             f"{path}: {len(content)} bytes; an attribute has two words of 8 bytes, three of embeddings"
         )
-    words = np.frombuffer(content, "<i8").tolist()
+    words: list[int] = np.frombuffer(content, "<i8").tolist()
     if words[1] < 0:
         raise CorruptionError(f"{path}: says there are {words[1]} elements")
-    return words, size
+    return words
+
+
+def _missing(error: FileNotFoundError) -> ConfigError:
+    return ConfigError(f"{error.filename}: does not exist; give a whole save directory")
 
 
 def _stream(folder: str, what: str, dtype: str, shape: tuple[int, ...], stack: ExitStack) -> Stream:

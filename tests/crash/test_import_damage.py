@@ -62,6 +62,12 @@ def make(good: Path) -> None:
             (folder / "slice.data").write_bytes(one.tobytes())
             words = [one.itemsize, len(one), *one.shape[1:]]
             (folder / "slice.attribute").write_bytes(np.array(words, np.int64).tobytes())
+        for name, files in (("admit_count", ["slice"]), ("evict_timestamp", ["slice_evict_key", "slice_evict_ts"])):
+            folder = good / "t" / name
+            folder.mkdir()
+            for file in files:
+                (folder / f"{file}.data").write_bytes((keys if file == "slice_evict_key" else keys // 3).tobytes())
+            (folder / "slice.attribute").write_bytes(np.array([8, ROWS], np.int64).tobytes())
 
 
 def mutate(source: Path, rng: random.Random) -> str:

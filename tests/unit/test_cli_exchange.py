@@ -12,22 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exchanged import content, expected, run
 
 from embcache.checkpoint import Reader, TableDescription, Writer
-from embcache.cli import main
 from embcache.commands import gathering, importing, ordering, sources
 from embcache.commands.outgoing import npy_header, safetensors_header
 from embcache.table import EmbTable
 
 N, DIM, STATE = 3000, 5, 3
 FORMATS = ["npz", "safetensors", "parquet"]
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
-    """The exit code and the JSON of a command."""
-    capsys.readouterr()
-    code = main([*map(str, arguments), "--json"])
-    return code, json.loads(capsys.readouterr().out or "{}")
 
 
 def arrays(rows: int = N, dim: int = DIM, state: int = STATE, seed: int = 0) -> dict[str, np.ndarray]:
@@ -37,25 +30,6 @@ def arrays(rows: int = N, dim: int = DIM, state: int = STATE, seed: int = 0) -> 
         "weights": rng.standard_normal((rows, dim)).astype(np.float32),
         "state": rng.random((rows, state)).astype(np.float32),
     }
-
-
-def content(path: Path) -> dict[int, bytes]:
-    """Each key's row of the only table of a checkpoint, as bytes; each key must be there once."""
-    with Reader(path) as reader:
-        (name,) = reader.tables
-        found: dict[int, bytes] = {}
-        for rows in reader.rows(name):
-            parts = [rows.weights, rows.state]
-            parts += [] if rows.frequencies is None else [rows.frequencies[:, None], rows.timestamps[:, None]]
-            for at, key in enumerate(rows.keys.tolist()):
-                assert key not in found
-                found[key] = b"".join(part[at].tobytes() for part in parts)
-    return found
-
-
-def expected(given: dict[str, np.ndarray]) -> dict[int, bytes]:
-    names = [name for name in ("weights", "state") if name in given]
-    return {key: b"".join(given[name][at].tobytes() for name in names) for at, key in enumerate(given["keys"].tolist())}
 
 
 def safetensors(path: Path, tensors: dict[str, np.ndarray], **changes: Any) -> Path:
@@ -207,84 +181,6 @@ def test_a_dense_tensor_out_and_in(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 2 and "--rows" in result["error"]["message"]
     assert run(capsys, "export", tmp_path / "float32", tmp_path / "a.npy", "--rows", 10**15 + 1)[0] == 3  # no such disk
     assert not (tmp_path / "a.npy").exists()
-
-
-# --------------------------------------------------------------------------------------------------------------- RecSDK
-
-
-def recsdk(folder: Path, given: dict[str, np.ndarray], words: bool = True) -> None:
-    rows, dim = given["embedding"].shape
-    for name, one in given.items():
-        (folder / name).mkdir(parents=True)
-        one.astype("<i8" if name == "key" else "<f4").tofile(folder / name / "slice.data")
-        numbers = [8, rows] if name == "key" else [4, rows, dim] if words or name == "embedding" else [4, rows * dim]
-        np.array(numbers, "<i8").tofile(folder / name / "slice.attribute")
-
-
-@pytest.mark.parametrize("words", [True, False])
-def test_a_recsdk_save_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: bool) -> None:
-    rng = np.random.default_rng(0)
-    save: dict[str, dict[str, np.ndarray]] = {}
-    for name, dim, rows in (("users", 8, 500), ("items", 16, 1), ("none", 8, 0)):
-        save[name] = {"key": rng.permutation(10**6)[:rows]}
-        for what in ("embedding", "momentum1", "momentum2")[: 3 if name != "items" else 2]:
-            save[name][what] = rng.standard_normal((rows, dim)).astype(np.float32)
-        recsdk(tmp_path / "save" / name, save[name], words or name == "none")
-    (tmp_path / "save" / "meta.ini").write_text("[meta]\n")
-    (tmp_path / "save" / "users" / "admit_count").mkdir()
-    code, result = run(capsys, "import", tmp_path / "save", tmp_path / "one")
-    assert (code, {name: about["rows"] for name, about in result["tables"].items()}) == (
-        0,
-        {"users": 500, "items": 1, "none": 0},
-    ), result
-    assert result["left_out"] == {"items": [], "none": [], "users": ["admit_count"]}
-    with Reader(tmp_path / "one") as reader:
-        assert (reader.tables["users"].state_dim, reader.tables["items"].state_dim) == (16, 16)
-        (rows,) = reader.rows("users")
-        order, wanted = np.argsort(rows.keys), np.argsort(save["users"]["key"])
-        assert np.array_equal(rows.keys[order], save["users"]["key"][wanted])
-        assert np.array_equal(rows.weights[order], save["users"]["embedding"][wanted])
-        both = np.concatenate([save["users"]["momentum1"], save["users"]["momentum2"]], axis=1)
-        assert np.array_equal(rows.state[order], both[wanted])
-    options = ("--table", "users", "--optimizer", "adam", "--to", "directory")
-    assert run(capsys, "import", tmp_path / "save", tmp_path / "users", *options)[0] == 0
-    assert run(capsys, "import", tmp_path / "save" / "users", tmp_path / "alone")[0] == 0
-    assert run(capsys, "import", tmp_path / "save", tmp_path / "no", "--to", "directory")[0] == 2
-    assert run(capsys, "import", tmp_path / "save", tmp_path / "no", "--table", "absent")[0] == 2
-    assert run(capsys, "import", tmp_path / "save", tmp_path / "no", "--optimizer", "rowwise_adagrad")[0] == 2
-    for what, change in {
-        "key/slice.data": lambda content: content[:-3],
-        "embedding/slice.data": lambda content: content + b"1234",
-        "embedding/slice.attribute": lambda content: content[:10],
-        "momentum1/slice.attribute": lambda content: b"\xff" * 24,
-    }.items():
-        path = tmp_path / "save" / "users" / what
-        good = path.read_bytes()
-        path.write_bytes(change(good))
-        code, result = run(capsys, "import", tmp_path / "save", tmp_path / "no")
-        assert (code, result["error"]["type"]) == (1, "CorruptionError"), (what, result)
-        path.write_bytes(good)
-    (tmp_path / "save" / "users" / "embedding" / "slice.data").unlink()
-    assert run(capsys, "import", tmp_path / "save", tmp_path / "no")[0] == 2
-    assert not (tmp_path / "no").exists()
-
-
-def test_a_recsdk_save_that_was_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rng = np.random.default_rng(0)
-    keys, weights = rng.permutation(1000), rng.standard_normal((1000, 8)).astype(np.float32)
-    for rank in range(3):
-        mine = keys % 3 == rank
-        recsdk(tmp_path / "save" / "t" / f"rank{rank}", {"key": keys[mine], "embedding": weights[mine]})
-    recsdk(tmp_path / "save" / "t" / "rank4", {"key": keys[:0], "embedding": weights[:0]})
-    (tmp_path / "save" / "t" / "rank10").mkdir()  # a rank without a row of this table
-    assert run(capsys, "import", tmp_path / "save", tmp_path / "one")[0] == 0
-    assert content(tmp_path / "one") == expected({"keys": keys, "weights": weights})
-    (tmp_path / "save" / "t" / "rank1" / "key" / "slice.data").unlink()
-    code, result = run(capsys, "import", tmp_path / "save", tmp_path / "two")
-    assert (code, result["error"]["type"]) == (2, "ConfigError") and "rank1/key/slice.data: does not exist" in result[
-        "error"
-    ]["message"]
-    assert not (tmp_path / "two").exists()
 
 
 # -------------------------------------------------------------------------------------------------------------- hostile

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .swapinfo import SwapInfo
     from .table import EmbTable, hash_strings
     from .view import TableView
-    from .whole import restore, save
+    from .whole import restore, save, training_step
 
 __version__ = "0.1.0"
 
@@ -81,7 +81,10 @@ _LAZY = {
     "restore": "whole",
     "save": "whole",
     "simulate": "replay",
+    "training_step": "whole",
 }
+# Packages of their own that ``ec.NAME`` finds without an import of its own.
+_ROOMS = frozenset({"checkpoint", "devices", "distributed", "metrics", "torchrec"})
 
 __all__ = [
     "SGD",
@@ -134,13 +137,14 @@ __all__ = [
     "restore",
     "save",
     "simulate",
+    "training_step",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load a name of the torch half, or of the compiled core, on first use."""
-    if name == "distributed":
-        return import_module(".distributed", __name__)
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'embcache' has no attribute {name!r}")
@@ -150,4 +154,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

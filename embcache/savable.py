@@ -83,7 +83,8 @@ class Savable:
         state : optional
             Your own, for `RestoreReport.state`: numbers, strings, None, bytes, arrays and tensors, in lists, tuples and dicts. (A
             dense model's ``state_dict()``, the position in the data.) Or a function without arguments that gives it: it is called
-            between two steps of a pipeline that trains in another thread, those after which and before which the tables are written.
+            between two steps of a pipeline that trains in another thread (or of a loop with `embcache.training_step`), those after which
+            and before which the tables are written.
         keep : int, optional
             Remove all but this many of the newest generations, and those that these need.
 
@@ -98,7 +99,7 @@ class Savable:
             `state` holds something that cannot be saved; nothing was written.
         PlanError
             A table has a filter, and a batch has finished before one that was planned earlier. Or the thread is inside a training
-            step of a pipeline.
+            step of a pipeline, or inside `embcache.training_step`.
         LockedError
             Somebody else is saving there.
         DiskFullError, StorageError

@@ -180,8 +180,8 @@ def save_managers(
     between_steps = Steps(doors, between_saves=True)
     if between_steps.held:
         raise PlanError(
-            "save() was called inside a training step of a pipeline, by a hook or a signal's handler, say, where a part of the model has "
-            "trained and another has not; call it between two calls of progress(), or in another thread"
+            "save() was called inside a training step, by a hook or a signal's handler, say, where a part of the model has trained and "
+            "another has not; call it between two calls of progress(), after the training_step() of a loop of your own, or in another thread"
         )
     others = shared_with(managers)
     values: dict[str, tuple[bytes, bytes]] = {}

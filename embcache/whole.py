@@ -1,13 +1,15 @@
-"""`save` and `restore` of a whole model: all its collections and its dense part, in one generation."""
+"""`save` and `restore` of a whole model: all its collections and its dense part, in one generation; what a save sees as one step."""
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ._core.doors import Steps
 from .checkpoint import RestoreReport
 from .densepart import DensePart
 from .errors import ConfigError
@@ -18,7 +20,7 @@ from .saving import Saving, save_managers
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
 
-__all__ = ["restore", "save"]
+__all__ = ["restore", "save", "training_step"]
 
 
 @overload
@@ -78,7 +80,8 @@ def save(
         wrapped in (``DistributedDataParallel``, TorchRec's ``DistributedModelParallel``, ``torch.compile``).
     path, delta, background, state, keep
         As for `EmbCacheManager.save`; the dense optimizer's ``state_dict()`` belongs into `state`. Where another thread trains the model
-        through a pipeline, all of it is as of one step, and what `state` holds too, if that is a function.
+        through a pipeline, or in a loop that has its steps in `training_step`, all of it is as of one step, and what `state` holds too, if
+        that is a function. Beside any other loop in another thread each table is as of a batch, and the parts may be as of different ones.
 
     Returns
     -------
@@ -95,12 +98,12 @@ def save(
     Examples
     --------
     >>> import tempfile, torch, embcache as ec
-    >>> model = torch.nn.ModuleDict({"items": ec.EmbeddingBagCollection([ec.TableConfig("item", 4)]), "top": torch.nn.Linear(4, 1)})
+    >>> model = torch.nn.ModuleDict({"rows": ec.EmbeddingBagCollection([ec.TableConfig("item", 4)]), "top": torch.nn.Linear(4, 1)})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     generation = ec.save(model, folder, state={"batches": 0})
     ...     report = ec.restore(model, folder)
     >>> generation, report.matched, report.state
-    (1, ['items/item'], {'batches': 0})
+    (1, ['rows/item'], {'batches': 0})
     """
     bare = _bare(model)
     return save_managers(
@@ -124,6 +127,43 @@ def restore(model: nn.Module, path: str | os.PathLike[str], generation: int | No
     """
     bare = _bare(model)
     return restore_managers(path, _managers(bare), generation, DensePart(bare))
+
+
+def training_step(model: nn.Module) -> AbstractContextManager[None]:
+    """One training step of a loop of your own, to `save` in another thread: that sees the model before the step, or after all of it.
+
+    Not needed where no other thread saves while steps run: with `TrainPipeline`, which does this itself, or where the loop's own
+    thread calls `save` between two steps, in the background too.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        As for `save`.
+
+    Returns
+    -------
+    context manager
+        May be entered again and again, by one thread at a time: another one waits. Inside, `save` raises `PlanError`.
+
+    Raises
+    ------
+    ConfigError
+        The model holds no collection.
+
+    Examples
+    --------
+    >>> import torch, embcache as ec
+    >>> model = torch.nn.ModuleDict({"rows": ec.EmbeddingBagCollection([ec.TableConfig("item", 4)]), "top": torch.nn.Linear(4, 1)})
+    >>> optimizer, step = torch.optim.SGD(model["top"].parameters(), lr=0.1), ec.training_step(model)
+    >>> for keys in torch.arange(12).split(4):
+    ...     with step:
+    ...         optimizer.zero_grad()
+    ...         pooled = model["rows"](ec.JaggedFeatures(["item"], keys, torch.ones_like(keys))).values()
+    ...         model["top"](pooled).sum().backward()
+    ...         optimizer.step()
+    """
+    steps: AbstractContextManager[None] = Steps(manager.door for manager in _managers(_bare(model)).values())
+    return steps
 
 
 def _bare(model: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 Each saver begins when training is at a drawn place: a stage of the loader's or the coordinator's threads, or a point within the step
 (between the collections' forwards, in backward, before or after the dense update). What it has written must be, bit for bit, what a
-run without a pipeline is after as many batches as the saved state says.
+run without a pipeline is after as many batches as the saved state says. So it is beside a loop of the user's own in `training_step`.
 """
 
 from __future__ import annotations
@@ -84,26 +84,39 @@ class Steps(ec.TrainPipeline):
         self.model.reached("end", self.model.number)
 
 
+class Loop:
+    """A loop of the user's own."""
+
+    def __init__(self, model: Two) -> None:
+        self.model, self.dense_optimizer, self.batches_done = model, adam(model), 0
+
+    def step(self, batch: ec.JaggedFeatures) -> None:
+        model = self.model
+        self.dense_optimizer.zero_grad()
+        model(batch)[0].backward()
+        model.reached("dense", model.number)
+        self.dense_optimizer.step()
+        model.first.optimizer.step()
+        model.second.optimizer.step()
+        self.batches_done += 1
+        model.reached("end", model.number)
+
+
 @pytest.fixture(scope="module")
 def serial() -> list[Any]:
     """The whole model after each number of batches."""
-    model = Two(None)
-    dense, found = adam(model), []
+    loop, found = Loop(Two(None)), []
     for batch in [*batches(), None]:
-        found.append(all_of(model, dense.state_dict()))
+        found.append(all_of(loop.model, loop.dense_optimizer.state_dict()))
         if batch is not None:
-            dense.zero_grad()
-            model(batch)[0].backward()
-            dense.step()
-            model.first.optimizer.step()
-            model.second.optimizer.step()
+            loop.step(batch)
     return found
 
 
 class Saver(threading.Thread):
     """Saves when training comes to a place, which waits there a moment, so that the save is asked for meanwhile."""
 
-    def __init__(self, pipe: Steps, path: Path, place: tuple[str, int], delta: bool, background: bool) -> None:
+    def __init__(self, pipe: Steps | Loop, path: Path, place: tuple[str, int], delta: bool, background: bool) -> None:
         super().__init__(daemon=True)
         self.pipe, self.path, self.place, self.delta, self.background = pipe, path, place, delta, background
         self.here, self.generation = threading.Event(), 0
@@ -177,14 +190,50 @@ def test_i10_a_save_in_another_thread_is_a_cut_between_steps(tmp_path: Path, ser
         assert all_of(model, pipe.dense_optimizer.state_dict()) == serial[STEPS]
         model.first.close()
         model.second.close()
-        for saver in savers:
-            again = Two(None)
-            report = ec.restore(again, path, saver.generation)
-            assert all_of(again, report.state["dense"]) == serial[report.state["batches"]]
-            again.first.close()
-            again.second.close()
+        check(path, savers, serial)
 
     run()
+
+
+def check(path: Path, savers: list[Saver], serial: list[Any]) -> None:
+    """What each of them has saved is the model after as many batches as it says."""
+    for saver in savers:
+        again = Two(None)
+        report = ec.restore(again, path, saver.generation)
+        assert all_of(again, report.state["dense"]) == serial[report.state["batches"]]
+        again.first.close()
+        again.second.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("place", WITHIN)
+def test_i10_a_save_beside_a_loop_with_training_step_is_a_cut(
+    tmp_path: Path, serial: list[Any], place: str, background: bool
+) -> None:
+    loop = Loop(Two(24))
+    step = ec.training_step(loop.model)
+    saver = Saver(loop, tmp_path, (place, 5), False, background)
+    loop.model.reached = saver.reached
+    saver.start()
+    for batch in batches():
+        with step:
+            loop.step(batch)
+    saver.join(LIMIT_S)
+    assert saver.here.is_set() and saver.error is None
+    assert all_of(loop.model, loop.dense_optimizer.state_dict()) == serial[STEPS]
+    check(tmp_path, [saver], serial)
+
+
+def test_training_step_refuses_saves_inside_it_and_models_without_tables(tmp_path: Path) -> None:
+    model = Two(24)
+    with ec.training_step(model):
+        with pytest.raises(ec.PlanError, match=r"after the training_step\(\) of a loop of your own"):
+            ec.save(model, tmp_path)
+        with ec.training_step(model.first), pytest.raises(ec.PlanError, match="inside a training step"):
+            model.first.save(tmp_path)
+    assert ec.save(model, tmp_path) == 1
+    with pytest.raises(ec.ConfigError, match="holds no embedding collection"):
+        ec.training_step(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("place", WITHIN)

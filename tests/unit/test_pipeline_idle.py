@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pipelines import Model, batches, sgd, threads_end, train
+from pipelines import SOAK, Model, batches, sgd, threads_end, train
 
 import embcache as ec
 
@@ -22,13 +22,13 @@ def resident_bytes() -> int:
 
 @pytest.mark.timeout(1800)
 def test_memory_and_threads_stay_flat() -> None:
-    """10,000 steps, evaluations between them."""
+    """10,000 steps (SOAK times as many), evaluations between them."""
     model = Model(rows=32)
     one = list(batches(50, keys=50))
     with ec.TrainPipeline(model, sgd(model), depth=6) as pipe:
-        source = (batch for _ in range(10**6) for batch in one)
+        source = (batch for _ in range(10**7) for batch in one)
         sizes, threads = [], set()
-        for step in range(10_000):
+        for step in range(10_000 * SOAK):
             pipe.progress(source)
             if step % 500 == 499:
                 model.eval()

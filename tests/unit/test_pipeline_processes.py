@@ -125,6 +125,67 @@ def test_the_interpreter_ends_while_the_iterator_is_stuck() -> None:
     assert ran.returncode == 0, ran
 
 
+LIVES = """
+import os, random, shutil, signal, tempfile
+
+torch.set_num_threads(1)
+serial(Model(), batches(2))  # what a first use imports is here before the children are
+gc.freeze()  # else most of a child's end is the interpreter's search through torch's modules
+
+def life(seed, told, folder):
+    global model, pipe, source  # alive to the very end, with the threads
+    draw = random.Random(seed)
+
+    def leave(*_):
+        os.write(told, b"%.6f " % time.monotonic())
+        signal.setitimer(signal.ITIMER_REAL, 0.3)  # again, where a finalizer has swallowed it
+        sys.exit(0)
+
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-4, 0.15))
+    try:
+        while True:
+            model = Model(rows=draw.choice([16, 40, None]))
+            pipe = ec.TrainPipeline(model, sgd(model), depth=draw.randint(1, 6), lookahead=draw.choice([0, 3]))
+            for _ in range(2):
+                source = batches(draw.randint(1, 30), keys=40)
+                train(pipe, source)
+                model.eval()
+                pipe.progress(batches(1))
+                model.train()
+                if draw.random() < 0.5:
+                    ec.save(model, f"{folder}/{id(model)}", background=True)
+            if draw.random() < 0.7:
+                pipe.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+for seed in range(FIRST, FIRST + COUNT):
+    heard, told = os.pipe()
+    folder = tempfile.mkdtemp()
+    child = os.fork()
+    if child == 0:
+        life(seed, told, folder)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ended = time.monotonic()
+    shutil.rmtree(folder)
+    os.close(told)
+    began = float(os.read(heard, 4096).split()[0])
+    os.close(heard)
+    print(seed, status, "%.3f" % (ended - began), flush=True)
+"""
+
+
+def test_a_process_ends_at_any_moment_of_a_pipelines_life() -> None:
+    """Made, training, evaluating, saving, ended, closing: each child is told to exit at a drawn moment, and does, without an error."""
+    count, first = 8 * SOAK, random.randrange(10**9) if SOAK > 1 else 0
+    ran = run_child(LIVES.replace("FIRST", str(first)).replace("COUNT", str(count)), timeout_s=240 + 10 * count)
+    assert ran.returncode == 0, ran.stderr
+    lives = [line.split() for line in ran.stdout.splitlines()]
+    assert len(lives) == count and [seed for seed, status, _ in lives if status != "0"] == [], (lives, ran.stderr)
+    assert max(float(seconds) for *_, seconds in lives) < 20, lives  # most of it the interpreter's own end
+
+
 def test_an_uncaught_error_ends_the_process() -> None:
     body = "model = Model(); pipe = ec.TrainPipeline(model, sgd(model)); train(pipe, batches(10**6), 5)\nraise ZeroDivisionError"
     ran = run_child(body)

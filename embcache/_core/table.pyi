@@ -50,7 +50,7 @@ class Table:
         with_filter: bool | None = None,
         num_threads: int | None = None,
         split_above: int = 430080,
-        far_above: int = 67108864,
+        far_above: int | None = None,
         index_seed: int | None = None,
         directory: Any = None,
     ) -> None: ...

@@ -63,9 +63,9 @@ cdef extern from "ec_spare.h":
 
 cdef extern from "ec_table.h":
     const int64_t EC_SPLIT_ABOVE
-    const int64_t EC_FAR_ABOVE
     const int64_t EC_EXTENT_ROWS
     const int64_t EC_ROWS_MAX
+    int64_t ec_far_above() noexcept nogil
     const int64_t EC_NARROW_DIM_MAX
 
     ctypedef struct ec_partition:
@@ -289,7 +289,7 @@ cdef ec_table *_create(int64_t dim, int64_t state_dim, int type, bint with_filte
     t.state_at = -1 if state_column else (weight_bytes + 3) // 4
     t.with_filter = with_filter
     t.split_above = split_above
-    t.far_above = EC_FAR_ABOVE
+    t.far_above = ec_far_above()
     ec_arena_init(&t.rows, _stride(weight_bytes if state_column or state_dim == 0 else 4 * (t.state_at + state_dim)))
     ec_arena_init(&t.states, _stride(4 * state_dim if state_column else 4))
     ec_arena_init(&t.keys, sizeof(int64_t))
@@ -648,8 +648,8 @@ cdef class Table:
         Threads of a large call; default: the CPUs available, at most 16.
     split_above : int
         Live rows above which a partition splits. For tests.
-    far_above : int
-        Live rows above which look-ups go the way for indexes beyond 1 GiB. For tests.
+    far_above : int, optional
+        Live rows above which look-ups go the way for indexes beyond 1 GiB; default: as is fastest on this CPU. For tests.
     index_seed : int, optional
         Seed of the bucket choice; default: random, so that crafted keys cannot chain. No result depends on it.
     directory : path, optional
@@ -671,7 +671,7 @@ cdef class Table:
         self.process = process_mark()
 
     def __init__(self, str name not None, dim, *, state_dim=0, dtype="float32", initializer=("uniform", -0.05, 0.05), seed=0,
-                 initial_state=None, with_filter=None, num_threads=None, split_above=EC_SPLIT_ABOVE, far_above=EC_FAR_ABOVE,
+                 initial_state=None, with_filter=None, num_threads=None, split_above=EC_SPLIT_ABOVE, far_above=None,
                  index_seed=None, directory=None):
         if self.t != NULL:
             raise ConfigError(f"table {self.name!r}: already constructed; make a new Table")
@@ -683,7 +683,7 @@ cdef class Table:
         _integer(owner, "dim", dim, 1, MOST_DIM if type == EC_FLOAT32 else EC_NARROW_DIM_MAX, &weights)
         _integer(owner, "state_dim", state_dim, 0, 8 * MOST_DIM, &state)
         _integer(owner, "split_above", split_above, 1, EC_SPLIT_ABOVE << 16, &split)
-        _integer(owner, "far_above", far_above, 0, EC_FAR_ABOVE, &far)
+        _integer(owner, "far_above", ec_far_above() if far_above is None else far_above, 0, EC_ROWS_MAX, &far)
         _integer(owner, "seed", seed, INT64_MIN, INT64_MAX, &table_seed)
         kind, a, b = initializer
         if kind not in INIT_KINDS:

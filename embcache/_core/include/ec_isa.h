@@ -28,4 +28,14 @@ static inline int ec_cpu_has_avx2(void) {
 #endif
 }
 
+/* Whether the CPU is one of AMD's. */
+static inline int ec_cpu_is_amd(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+#else
+    return 0;
+#endif
+}
+
 #endif

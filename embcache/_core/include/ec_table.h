@@ -46,6 +46,9 @@
 #define EC_ROWS_MAX ((int64_t)1 << 40)
 #define EC_NARROW_DIM_MAX 8192 /* weights of a row of 2-byte elements: their initial values pass through the stack */
 
+/* Live rows above which look-ups go the way for far indexes on this CPU (ec_find.h). */
+static inline int64_t ec_far_above(void) { return ec_cpu_is_amd() ? EC_FAR_ABOVE : EC_ROWS_MAX; }
+
 enum {
     EC_LIVE = 1,
     EC_RESIDENT = 2,

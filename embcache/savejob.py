@@ -18,216 +18,37 @@ published only if as many rows were written as were listed at the cut: a row tha
 
 from __future__ import annotations
 
+import errno
+import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._core.cut import (
-    CHANGED,
-    IN,
-    LIVE,
-    READ,
-    Cut,
-    FilterCut,
-    changed_rows,
-    filter_bytes,
-    left_rows,
-    list_slots,
-    next_period,
-    sweeping,
-    touched_rows,
-    trained_step,
-    used_about,
-)
+from ._core.cut import FilterCut, next_period, settle, trained_step, unsettle
 from ._core.doors import Latch
-from .checkpoint import TableDescription, Writer, batches_of_rows, created_of, prune_after
-from .errors import ChangedError, EmbCacheError
+from .checkpoint import Writer, created_of, prune_after
+from .errors import ChangedError, EmbCacheError, StorageError
 from .filterfile import meaning, sketch_name
 from .pace import Pace
+from .savepart import Part, room_for
 
 if TYPE_CHECKING:
     from ._core.plan import Plan
     from .manager import EmbCacheManager
 
-__all__ = ["Part", "SaveJob"]
+__all__ = ["LOOK_S", "SaveJob"]
+
+LOG = logging.getLogger("embcache")
 
 KEPT_BYTES = 256 << 20
 PIECE_ROWS = 1024  # about half a millisecond inside the door
 PIECE_SLOTS = 1 << 16  # that are looked through for changes at a time: the same
 PIECE_ENTRIES = 1 << 15  # waiting keys that are read at a time: the same
 PIECE_SKETCH = 1 << 20  # bytes of each generation
-EXTENT_ROWS = 1024
-
-
-def _room_for(description: TableDescription, count: int) -> dict[str, np.ndarray]:
-    """Arrays for rows as a chunk has them, by the name of the column."""
-    arrays = {
-        "keys": np.empty(count, np.int64),
-        "weights": np.empty((count, description.dim), description.storage),
-    }
-    if description.with_filter:
-        arrays["frequencies"], arrays["timestamps"] = np.empty(count, np.int64), np.empty(count, np.int64)
-    if description.state_dim:
-        arrays["state"] = np.empty((count, description.state_dim), np.float32)
-    return arrays
-
-
-class Part:
-    """One table of a save.
-
-    Attributes
-    ----------
-    manager, module, t
-        Whose table, under which path of the model, and its place in the layout.
-    description : TableDescription
-    tracked : bool
-        Whether the table knew what had changed since the last save.
-    full_bytes : int
-        About what all its rows and its filter take.
-    whole : bool
-        Whether all rows are written, not only those that have changed.
-    members : uint8 (host rows,)
-        `LIVE`: the row is in the cut; `IN`: it is to be written, and has not been read yet; `READ`: it has been; `CHANGED`: it had
-        changed at the cut.
-    left : int
-        How many are to be written and have not been read.
-    listed, written : int
-        How many are to be written, and how many of them have been.
-    unlisted : bool
-        Whether there may be residents that have changed and are not among `IN` yet: of a delta, at first.
-    """
-
-    def __init__(self, manager: EmbCacheManager, module: str, t: int, description: TableDescription) -> None:
-        self.manager, self.module, self.t, self.description = manager, module, t, description
-        self.core = manager.host_tables[t]
-        self.tracked, self.whole = self.core.tracked, True
-        self.full_bytes = 0
-        self.members = np.empty(0, np.uint8)
-        self.left = self.listed = self.written = 0
-        self.unlisted = False
-        self.order: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, bool))
-        self.log: np.ndarray | None = None
-        self.erased = np.empty(0, np.int64)
-        self.filter: FilterCut | None = None
-        self.kept: list[dict[str, np.ndarray]] = []
-
-    # ---------------------------------------------------------------------------------------------------------- the cut
-
-    def note_changes(self) -> int:
-        """About how many bytes a delta takes; `full_bytes` is known then."""
-        self.log = self.core.erased_keys(absent=False)
-        self.tracked = self.log is not None
-        changed = self.core.changed() + used_about(self.manager.planner, self.t)
-        of_filter, of_changes = filter_bytes(self.manager.planner, self.t)
-        self.full_bytes = len(self.core) * self.description.row_bytes + of_filter
-        return changed * self.description.row_bytes + (0 if self.log is None else 8 * len(self.log)) + of_changes
-
-    def cut(self, whole: bool) -> None:
-        """List what is to be written. Nothing changes."""
-        self.whole, planner = whole, self.manager.planner
-        self.unlisted = not whole
-        if self.unlisted and sweeping(planner, self.t):  # which of them are dead must be seen now
-            self.core.mark_changed(changed_rows(planner, self.t))
-            self.unlisted = False
-        cut = Cut(planner, self.t)
-        self.members, self.listed = cut.members(changed=not whole)
-        self.left = self.listed
-        self.order = self.core.save_order()
-        if not whole:
-            assert self.log is not None
-            visible = planner.peek(self.log, self.t)[1] >= 0 if len(self.log) else np.empty(0, bool)
-            self.erased = np.union1d(self.log[~visible], cut.dead())
-        if self.manager.layout.tables[self.t].admit_and_evict is not None:
-            self.filter = FilterCut(planner, self.t, cut, whole)
-
-    def give_back(self) -> None:
-        """The save has failed: what had changed before it counts as changed again."""
-        self.core.mark_changed(np.flatnonzero(self.members & CHANGED))
-        self.core.mark_erased(self.log)
-        if self.filter is not None:
-            self.filter.give_back()
-
-    def list_slots(self, begin: int, most: int) -> int:
-        """List which residents have changed, of `most` slots from `begin` on; returns where to go on, -1 at the end. Inside the door.
-
-        A row that has left its slot for a plan's is seen when that plan comes in (`ahead`), or here in the end.
-        """
-        planner = self.manager.planner
-        begin, count = list_slots(planner, self.t, begin, most, self.members)
-        self._list(count)
-        for (
-            plan
-        ) in planner.outstanding:  # each time: one that is cancelled gives rows back to slots that were looked at
-            self.ahead(left_rows(planner, plan, self.t))
-        self.unlisted = begin >= 0
-        return begin
-
-    def _list(self, count: int) -> None:
-        self.listed += count
-        self.left += count
-
-    def _unlisted(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows` that are in the cut, and neither read nor to be written."""
-        rows = rows[rows < len(self.members)]
-        return rows[(self.members[rows] & (IN | LIVE | READ)) == LIVE]
-
-    # --------------------------------------------------------------------------------------------------------- reading
-
-    def ahead(self, rows: np.ndarray) -> np.ndarray:
-        """Have rows, each given once, among those to be written where it is not known yet whether they have changed. Inside the door."""
-        if self.unlisted:
-            more = self._unlisted(rows)
-            self.members[more] |= IN
-            self._list(len(more))
-        return rows
-
-    def take(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows`, each given once, that are to be written and have not been read yet. Inside the door."""
-        rows = rows[rows < len(self.members)]
-        rows = rows[(self.members[rows] & IN) != 0]
-        return np.ascontiguousarray(rows)
-
-    def read(self, rows: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        """Copy rows that `take` gave into `arrays`, by column; they count as read then. Inside the door."""
-        manager, description = self.manager, self.description
-        if not np.all(self.members[rows] & IN):
-            raise AssertionError(
-                f"table {self.core.name!r}: rows of the cut were to be read that are not in it, or twice"
-            )
-        keys, slots, counts, last = Cut(manager.planner, self.t).read(rows)
-        arrays["keys"][:] = keys
-        if description.with_filter:
-            arrays["frequencies"][:] = counts
-            arrays["timestamps"][:] = last
-        resident = np.flatnonzero(slots >= 0)
-        if len(resident) == len(rows):
-            ends = np.cumsum([0, *manager.spec.state_widths(description.dim)]).tolist()
-            parts = [arrays["state"][:, low:high] for low, high in pairwise(ends)]
-            manager.buffer.read(self.t, slots, [arrays["weights"], *parts])
-        else:
-            home = rows.copy()
-            home[resident] = -1
-            self.core.read_into(home, arrays["weights"], None, [arrays["state"]] if description.state_dim else [])
-            weights, *parts = manager.buffer.read(self.t, slots[resident])
-            arrays["weights"][resident] = weights
-            if parts:
-                arrays["state"][resident] = np.concatenate(parts, axis=1)
-        self.members[rows] = self.members[rows] & (0xFF ^ IN) | READ
-        self.left -= len(rows)
-
-    def batches(self, most: int) -> Iterator[np.ndarray]:
-        """Rows that had not been read when they were listed, a chunk's at a time, in the order of vshards."""
-        return batches_of_rows(*self.order, self._rows_of, most)
-
-    def _rows_of(self, extents: np.ndarray) -> np.ndarray:
-        extents = extents[extents < len(self.members) // EXTENT_ROWS]  # others were made later
-        marks = self.members.reshape(-1, EXTENT_ROWS)[extents]
-        places = np.flatnonzero(marks & IN)
-        rows: np.ndarray = extents[places // EXTENT_ROWS] * EXTENT_ROWS + places % EXTENT_ROWS
-        return rows
+LOOK_S = 1.0  # who waits for a save looks so often whether the thread that writes is alive
+STALLED_LOOKS = 600  # looks in a row that find no copy written: then the medium is taken to have failed
 
 
 class SaveJob:
@@ -259,6 +80,8 @@ class SaveJob:
         Open from the end on, whichever it is.
     unclaimed : lock
         Free until a thread has taken charge of `run`.
+    thread : Thread
+        Who is to bring it to its end: whoever waits for that looks whether it is alive.
     not_pruned : Exception or None
         Why older generations could not be removed after this one was saved.
     """
@@ -284,6 +107,7 @@ class SaveJob:
         self.not_pruned: Exception | None = None
         self.done = Latch()
         self.unclaimed = threading.Lock()
+        self.thread = threading.current_thread()
         self._pace = Pace()
         self._steps: dict[str, int] = {}
         self._values: dict[str, tuple[bytes, bytes]] = {}
@@ -292,6 +116,7 @@ class SaveJob:
         self._less = Latch()  # opens when the copies have become fewer, or nobody needs to wait for it
         self._held = 0
         self._failure: BaseException | None = None
+        self._mending = threading.Lock()  # of who ends a save whose thread has died
 
     # ---------------------------------------------------------------------------------------------------------- the cut
 
@@ -311,11 +136,12 @@ class SaveJob:
         self._values = values
         try:
             for manager in self.managers.values():
+                manager.door.saving = self
+            for manager in self.managers.values():
+                settle(manager.planner)
                 for plan in manager.planner.outstanding:
                     if plan.state == "swapped_in":  # its batch may be training
                         self._keep_plan(manager, plan)
-            for manager in self.managers.values():
-                manager.door.saving = self
             self._counting = True
             for part in self.parts:
                 part.core.mark_saved()
@@ -398,7 +224,7 @@ class SaveJob:
                 part.filter.keep(np.ascontiguousarray(keys, np.int64))
             if part.left or part.unlisted:
                 rows = part.core.find(np.unique(keys))
-                self._keep(part, rows[rows >= 0])
+                self._keep(part, part.take(part.ahead(rows[rows >= 0])))
 
     def _keep_plan(self, manager: EmbCacheManager, plan: Plan) -> None:
         for part in self.parts:
@@ -407,30 +233,69 @@ class SaveJob:
             if part.filter is not None:
                 part.filter.look()
             if part.left or part.unlisted:
-                if part.unlisted:  # noted and not read: what has left its slot may be on its way home yet
-                    part.ahead(left_rows(manager.planner, plan, part.t))
-                self._keep(part, touched_rows(manager.planner, plan, part.t))
+                self._keep(part, part.concerned(plan))
 
     def _keep(self, part: Part, rows: np.ndarray) -> None:
-        rows = part.take(part.ahead(rows))
+        """Copy out rows that `Part.take` or `Part.concerned` has given."""
         if not len(rows):
             return
-        arrays = _room_for(part.description, len(rows))
+        arrays = room_for(part.description, len(rows))
         part.read(rows, arrays)
         with self._room:
             part.kept.append(arrays)
             self._held += sum(array.nbytes for array in arrays.values())
 
     def wait_for_room(self) -> None:
-        """Wait while the copies are too many: to be called before a batch is planned, outside of the door."""
+        """Wait while the copies are too many: to be called before a batch is planned, outside of the door.
+
+        Ctrl-C ends the wait. Where nothing is written for minutes, the save is given up, and training goes on.
+        """
+        looks, held = 0, -1
         while True:
             with self._room:
                 if self._held <= KEPT_BYTES or self._failure is not None or self.done.is_open:
                     return
                 if not self._writes:  # others may be behind a plan that waits for this one
                     return
-                less = self._less
-            less.wait()
+                less, looks, held = self._less, 0 if self._held != held else looks, self._held
+            if less.wait(LOOK_S):
+                continue
+            self.look_after()
+            looks += 1  # counted, not timed: a process that is stopped for an hour has waited one look
+            if looks >= STALLED_LOOKS:
+                self.fail(
+                    StorageError(
+                        errno.ETIMEDOUT,
+                        f"generation {self.generation} was given up: for {looks * LOOK_S:.0f} s nothing was written, while training waited for "
+                        f"{held} bytes of copies to be; see what the system's log says of the medium, or give another path",
+                        self.path,
+                    )
+                )
+
+    def wait(self) -> None:
+        """Wait until it is over, whichever way. Ctrl-C ends the wait; a save whose thread has died is ended here."""
+        while not self.done.wait(LOOK_S):
+            self.look_after()
+
+    def look_after(self) -> None:
+        """End the save where the thread that was to do so has died: the tables get their changes back, and nobody waits any more."""
+        if self.thread.is_alive() or self.done.is_open:
+            return
+        with self._mending:
+            if not self.done.is_open:
+                self.fail(
+                    StorageError(
+                        errno.EIO,
+                        f"generation {self.generation} was given up: the thread that wrote it ({self.thread.name}) has died; save again",
+                        self.path,
+                    )
+                )
+                self.end()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it was given up, where it was."""
+        return self._failure
 
     def fail(self, error: BaseException) -> None:
         """Give the save up; `run` raises `error`."""
@@ -468,15 +333,17 @@ class SaveJob:
         Again does nothing, and what an interrupted call has left.
         """
         if self.writer is not None:
-            self.writer.close()
+            try:
+                self.writer.close()
+            except (EmbCacheError, OSError, MemoryError) as error:  # nobody is to wait for ever because of that
+                LOG.warning("generation %d at %s: its writer was not closed: %s", self.generation, self.path, error)
         for manager in self.managers.values():
             with manager.door.lock:
                 if manager.door.saving is not self:
                     continue
+                unsettle(manager.planner)
                 if self._counting and (manager.saved is None or manager.saved[:2] != (self.path, self.generation)):
-                    for part in self.parts:
-                        if part.manager is manager:
-                            part.give_back()
+                    self._give_back(manager)
                 manager.door.saving = None
         with self._room:
             for part in self.parts:
@@ -484,6 +351,16 @@ class SaveJob:
             self._held = 0
             self._less.open()
         self.done.open()
+
+    def _give_back(self, manager: EmbCacheManager) -> None:
+        """The tables of a manager get their changes back; where memory is short, the next save is a full one. Inside the door."""
+        try:
+            for part in self.parts:
+                if part.manager is manager:
+                    part.give_back()
+        except (EmbCacheError, MemoryError) as error:
+            manager.saved = None
+            LOG.warning("what has changed since the last save is not known any more (%s): the next one is full", error)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -553,7 +430,7 @@ class SaveJob:
         if len(part.erased):
             writer.write_erased(part.description, part.erased)
         most = writer.rows_per_chunk(part.description)
-        arrays = _room_for(part.description, min(most, part.left)) if self.background else {}
+        arrays = room_for(part.description, min(most, part.left)) if self.background else {}
         for rows in part.batches(most):
             self._check()
             if self._held > KEPT_BYTES // 2:

@@ -14,12 +14,14 @@ how values are written, docs/format.md everything else.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,8 +29,9 @@ from ._core.cut import trained_step
 from ._core.doors import Doors, Steps
 from .checkpoint import Parent, TableDescription, number_to_keep, parent_at
 from .checkpoint.names import next_generation
-from .errors import ConfigError, CorruptionError, EmbCacheError, PlanError, shown
-from .savejob import Part, SaveJob
+from .errors import ConfigError, CorruptionError, EmbCacheError, PlanError, StorageError, shown
+from .savejob import LOOK_S, SaveJob
+from .savepart import Part
 from .table import initializer_spec
 from .values import encode
 
@@ -79,12 +82,34 @@ class Saving(Future[int]):
     def result(self, timeout: float | None = None) -> int:
         """The generation, once it is durable. `ForkError` in a forked child, where nobody writes it."""
         self._check_process()
-        return super().result(timeout)
+        self._wait(timeout)
+        return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the save has failed with, once it is over; None where it is saved."""
         self._check_process()
-        return super().exception(timeout)
+        self._wait(timeout)
+        return super().exception(0)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Until it is done, or so many seconds have passed. Ctrl-C ends the wait; a save whose thread has died has failed."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            if left <= 0:
+                return
+            wait([self], left)
+            if not self.done() and not self._job.thread.is_alive():
+                self._job.look_after()
+                with contextlib.suppress(InvalidStateError):  # another thread was faster
+                    self.set_exception(self._job.failure or self._died())
+
+    def _died(self) -> StorageError:
+        return StorageError(
+            errno.EIO,
+            f"the thread that wrote generation {self.generation} has died when all was over: `embcache.generations` says whether it is saved",
+            self._job.path,
+        )
 
     def work(self) -> None:
         """Write it, unless whoever wanted it has been interrupted before this thread began."""
@@ -93,9 +118,11 @@ class Saving(Future[int]):
         try:
             generation = self._job.run()
         except BaseException as error:
-            self._job.end()
-            LOG.error("generation %d at %s was not saved: %s", self.generation, self._job.path, error)
-            self.set_exception(error)
+            try:
+                self._job.end()
+                LOG.error("generation %d at %s was not saved: %s", self.generation, self._job.path, error)
+            finally:
+                self.set_exception(error)
         else:
             self.set_result(generation)
 
@@ -350,8 +377,10 @@ def _tell(others: Any, error: BaseException) -> None:
 def _in_background(job: SaveJob) -> Saving:
     """Have a thread write it."""
     saving = Saving(job)
+    thread = threading.Thread(target=saving.work, name=f"embcache save {job.generation}")
     try:
-        threading.Thread(target=saving.work, name=f"embcache save {job.generation}").start()
+        thread.start()
+        job.thread = thread
     except RuntimeError:  # the system has no thread left
         saving.work()
         failure = saving.exception()

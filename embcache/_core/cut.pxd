@@ -4,13 +4,17 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
 from embcache._core.filter cimport FeatureFilter, ec_filter
 from embcache._core.plan cimport ec_part, ec_plan
-from embcache._core.swap cimport SwapManager, ec_overlay, ec_side
+from embcache._core.swap cimport SwapManager, ec_cache, ec_overlay, ec_side
 
 cdef extern from "ec_filter.h":
     ctypedef struct ec_filter_entry:
         int64_t key
         int64_t count
         int64_t last
+
+cdef extern from "ec_cache.h":
+    int ec_cache_settle(ec_cache *c) noexcept nogil
+    void ec_cache_unsettle(ec_cache *c) noexcept nogil
 
 cdef extern from "ec_cut.h":
     const int EC_CUT_IN
@@ -36,7 +40,7 @@ cdef extern from "ec_cut.h":
     void ec_cut_read(const ec_cut *cut, const ec_side *s, const int64_t *rows, int64_t n, int64_t *keys, int64_t *slots, int64_t *freq, int64_t *last) noexcept nogil
     int64_t ec_cut_dead(const ec_overlay *o, const ec_side *s, int64_t *keys) noexcept nogil
     int64_t ec_cut_most_touched(const ec_part *p) noexcept nogil
-    int64_t ec_cut_touched(const ec_side *s, const ec_part *p, int64_t *rows) noexcept nogil
+    int64_t ec_cut_unread(ec_side *s, const ec_part *p, int listing, uint8_t *members, int64_t length, int64_t *rows, int64_t *listed) noexcept nogil
     int64_t ec_cut_used(const ec_side *s, int64_t *rows) noexcept nogil
     int64_t ec_cut_used_about(const ec_side *s, int64_t most) noexcept nogil
     int64_t ec_cut_list(const ec_side *s, int64_t begin, int64_t end, uint8_t *members, int64_t rows) noexcept nogil

@@ -61,36 +61,95 @@ def trained_step(SwapManager planner not None):
         planner.leave()
 
 
-cdef _rows_of(SwapManager planner, Plan plan, table, bint left):
-    """Host rows of an unfinished plan, int64[n]: see `touched_rows` and `left_rows`."""
+cdef ec_part *part_of(SwapManager planner, Plan plan, int64_t t) except NULL:
+    """What an unfinished plan did to a table. Inside the planner."""
+    planner.unfinished.index(plan)  # else it has no records
+    return &plan.plan.parts[t]
+
+
+def unread_rows(SwapManager planner not None, Plan plan not None, table, uint8_t[::1] members not None, bint listing=False):
+    """Host rows that a plan which has come in uses, or whose keys it has evicted, and that a save has to read before its batch trains.
+
+    Whoever calls reads all of them, or gives the save up: they are not named again.
+
+    Parameters
+    ----------
+    members : uint8[n]
+        `Cut.members`, and `READ` where a row has been read.
+    listing : bool
+        Whether it is not known yet which rows have changed: what is live in the cut and not read counts as changed, and is `IN` from now on.
+
+    Returns
+    -------
+    rows : int64[k]
+    listed : int
+        How many of them came in.
+    """
+    cdef int64_t t, count, listed = 0, length = members.shape[0]
+    cdef int64_t[::1] view
+    cdef uint8_t none = 0
+    cdef uint8_t *first = &members[0] if length > 0 else &none
+    cdef ec_part *part
+    planner.enter()
+    try:
+        t = planner.table_number(table)
+        part = part_of(planner, plan, t)
+        if planner.work.sides[t].cache.settled == NULL:
+            raise AssertionError(f"table {t}: no save reads beside training")
+        rows = np.empty(ec_cut_most_touched(part) + 1, np.int64)
+        view = rows
+        with nogil:
+            count = ec_cut_unread(&planner.work.sides[t], part, listing, first, length, &view[0], &listed)
+        return rows[:count], int(listed)
+    finally:
+        planner.leave()
+
+
+def settle(SwapManager planner not None):
+    """A save is about to read beside training: of no slot's row it is known that it needs no copy. To be ended by `unsettle`.
+
+    Raises
+    ------
+    HostMemoryError
+        Call `unsettle` all the same.
+    """
+    cdef int64_t t
+    planner.enter()
+    try:
+        for t in range(planner.work.tables):
+            if ec_cache_settle(&planner.work.sides[t].cache) != EC_OK:
+                raise host_memory(f"a bit for each of {planner.work.sides[t].cache.capacity} slots")
+    finally:
+        planner.leave()
+
+
+def unsettle(SwapManager planner not None):
+    """That save is over. Again does nothing."""
+    cdef int64_t t
+    planner.enter()
+    try:
+        for t in range(planner.work.tables):
+            ec_cache_unsettle(&planner.work.sides[t].cache)
+    finally:
+        planner.leave()
+
+
+def left_rows(SwapManager planner not None, Plan plan not None, table):
+    """Host rows, int64[n], that left their slots for an unfinished plan's, or were evicted by it, and had been used since the last save."""
     cdef int64_t t, count
     cdef int64_t[::1] view
     cdef ec_part *part
     planner.enter()
     try:
         t = planner.table_number(table)
-        planner.unfinished.index(plan)  # else it has no records
-        part = &plan.plan.parts[t]
+        part = part_of(planner, plan, t)
         rows = np.empty(ec_cut_most_touched(part) + 1, np.int64)
         view = rows
         with nogil:
-            if left:
-                count = ec_cut_left(&planner.work.sides[t], part, &view[0])
-            else:
-                count = ec_cut_touched(&planner.work.sides[t], part, &view[0])
+            count = ec_cut_left(&planner.work.sides[t], part, &view[0])
         return rows[:count]
     finally:
         planner.leave()
-
-
-def touched_rows(SwapManager planner not None, Plan plan not None, table):
-    """Host rows that an unfinished plan uses, and those whose keys it has evicted: int64[n]."""
-    return _rows_of(planner, plan, table, False)
-
-
-def left_rows(SwapManager planner not None, Plan plan not None, table):
-    """Host rows, int64[n], that left their slots for an unfinished plan's, or were evicted by it, and had been used since the last save."""
-    return _rows_of(planner, plan, table, True)
 
 
 def sweeping(SwapManager planner not None, table):

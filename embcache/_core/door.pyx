@@ -42,7 +42,7 @@ cdef class Door:
         Of who trains a whole step, or must see none that is half done (`doors.Steps`); taken before the locks, by nobody who plans.
     late : deque of Plan
     saving : SaveJob or None
-        The save under way, which has a latch `done`.
+        The save under way; its ``wait()`` returns when it is over.
     transit : optional
         Whose ``land()`` lets rows land that are on their way to their host rows, and then sets this to None; set inside.
     closed : bool
@@ -120,7 +120,7 @@ cdef class Door:
         self.check_process()
         job = self.saving
         if job is not None:
-            job.done.wait()
+            job.wait()
 
     cdef int land(self) except -1:
         """Let rows land that are on their way. Inside `lock`."""

@@ -127,11 +127,11 @@ cdef class Latch:
             self.is_open = True
             self.lock.release()
 
-    def wait(self):
-        """Wait until it is open. Ctrl-C ends the wait."""
-        if not self.is_open:
-            self.lock.acquire()
+    def wait(self, timeout):
+        """Wait until it is open, `timeout` seconds at most; returns whether it is. Ctrl-C ends the wait."""
+        if not self.is_open and self.lock.acquire(True, timeout):
             self.lock.release()
+        return self.is_open
 
 
 @final

@@ -60,6 +60,7 @@ cdef extern from "ec_cache.h":
         int64_t capacity
         ec_slot *slots
         uint8_t *state
+        uint64_t *settled
         ec_slotset free
         ec_slotset dying
         ec_policy policy

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from ..errors import StorageError
+
 __all__ = ["Helper"]
+
+_LOOK_S = 1.0  # who waits looks so often whether the thread is alive
 
 
 class Helper:
@@ -44,12 +49,25 @@ class Helper:
                 self._thread = thread
 
     def result(self) -> Any:
-        """What the last call returned; raises what it raised."""
-        value, error = self._answers.get()
+        """What the last call returned; raises what it raised. `StorageError` where the thread has died over it, or is not this process's."""
+        value, error = self._answer()
         self.busy = False
         if error is not None:
             raise error
         return value
+
+    def _answer(self) -> tuple[Any, BaseException | None]:
+        alive = True
+        while alive:
+            alive = self._thread is not None and self._thread.is_alive()
+            try:
+                return self._answers.get(alive, _LOOK_S)  # a last time when it is not: it may have answered before it went
+            except queue.Empty:
+                pass
+        self.busy = False
+        raise StorageError(
+            errno.EIO, "the thread that read or wrote a part of a checkpoint has died, or is another process's: try again"
+        )
 
     def close(self) -> None:
         """Wait for the call in progress, and end the thread. Again does nothing."""

@@ -24,7 +24,7 @@ from children import folder_in_memory
 from torch import nn
 
 import embcache as ec
-from embcache import manager, restoring, savable, savejob, saving, whole
+from embcache import manager, restoring, savable, savejob, savepart, saving, whole
 from embcache.checkpoint import emb_table, files, generations, lock, manifest, segment, snapshot, verify, writer
 from embcache.table import EmbTable
 
@@ -166,7 +166,7 @@ def test_i10_a_save_interrupted_at_any_line(place: Path, background: bool) -> No
         futures.append(ec.save(model, place, delta=True, background=background, state=hits, keep=3))
 
     ec.save(model, place)
-    interrupts = Interrupts(manager, savable, savejob, saving, whole)
+    interrupts = Interrupts(manager, savable, savejob, savepart, saving, whole)
     for point in interrupts.points(save, () if background else ("SaveJob.", "save_managers")):
         model.train_a_step()
         model.check_free("before")
@@ -219,7 +219,7 @@ def test_i10_a_batch_interrupted_at_any_line_beside_a_save(place: Path, monkeypa
             assert other.content() == at_cut, where
         return where
 
-    interrupts, points = Interrupts(manager, savejob), []
+    interrupts, points = Interrupts(manager, savejob, savepart), []
     beside(lambda: str(points.extend(interrupts.points(model.train_a_step, ("SaveJob.", "Part.")))))
     moving = ("EmbCacheManager.plan_and_move", "EmbCacheManager._swap", "EmbCacheManager._plan", "SaveJob.", "Part.")
     for point in [one for one in points if one[0].startswith(moving)]:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import embcache as ec
 from embcache import manager as manager_module
-from embcache import savejob
+from embcache import savejob, savepart
 from embcache._core.cut import FilterCut
 from embcache._core.swap import SwapManager
 from promises import resuming
@@ -396,7 +396,7 @@ def test_i10_a_bug_planted_in_the_reading_of_filters_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: str, rule: str, delta: bool
 ) -> None:
     monkeypatch.setattr(_Blind, "blind", blind)
-    monkeypatch.setattr(savejob, "FilterCut", _Blind)
+    monkeypatch.setattr(savepart, "FilterCut", _Blind)
     for run in range(
         5
     ):  # one in a hundred meets nothing that changes: the threads' order decides what the reader is late for

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import embcache as ec
 from embcache import manager as manager_module
-from embcache import savejob
+from embcache import savejob, savepart
 from embcache._core.swap import SwapManager
 from promises.gate import LIMIT_S, Gate, gates, held_up
 from promises.strategies import ROW_TYPES, World, examples, filters, make_batch, table_lists, worlds
@@ -167,14 +167,32 @@ def no_copies_of_what_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_copies_of_what_a_sweep_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep_plan(self: Any, manager: ec.EmbCacheManager, plan: Any) -> None:
         for part in self.parts:
-            rows = savejob.touched_rows(manager.planner, plan, part.t)
+            rows = part.concerned(plan)
             self._keep(part, rows[np.isin(part.core.columns(rows)[0], plan.unique_keys)])
 
     monkeypatch.setattr(savejob.SaveJob, "_keep_plan", keep_plan)
 
 
 def what_was_copied_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(savejob.Part, "take", lambda self, rows: np.ascontiguousarray(rows[rows < len(self.members)]))
+    real = savepart.unread_rows
+    monkeypatch.setattr(savepart.Part, "take", lambda self, rows: np.ascontiguousarray(rows[rows < len(self.members)]))
+    monkeypatch.setattr(
+        savepart, "unread_rows", lambda planner, plan, t, members, listing: real(planner, plan, t, members | savepart.IN)
+    )
+
+
+def a_slot_stays_settled_when_another_row_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, settled = savepart.unread_rows, set()
+
+    def unread_rows(planner: Any, plan: Any, t: int, members: Any, listing: bool) -> tuple[np.ndarray, int]:
+        rows, listed = real(planner, plan, t, members, listing)
+        _, slots, held, _, _ = planner.residents(t)
+        place = dict(zip(held.tolist(), slots.tolist(), strict=True))
+        fresh = [row for row in rows.tolist() if (planner, t, place.get(row, -row - 1)) not in settled]
+        settled.update((planner, t, slot) for slot in place.values())
+        return np.array(fresh, np.int64), listed
+
+    monkeypatch.setattr(savepart, "unread_rows", unread_rows)
 
 
 def what_is_written_counts_as_unchanged_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +214,7 @@ def what_is_written_counts_as_unchanged_too_late(monkeypatch: pytest.MonkeyPatch
         no_copies_of_what_is_erased,
         no_copies_of_what_a_sweep_kills,
         what_was_copied_is_read_again,
+        a_slot_stays_settled_when_another_row_takes_it,
         what_is_written_counts_as_unchanged_too_late,
     ],
 )

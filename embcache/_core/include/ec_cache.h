@@ -41,6 +41,7 @@ typedef struct {
     ec_seat *seats;
     uint8_t *state;
     uint32_t *limbo_of;  /* of LIMBO slots */
+    uint64_t *settled;   /* while a save reads beside training a bit a slot, else NULL: what the slot holds needs no copy any more (ec_cut.h) */
     ec_slotset free;
     ec_slotset dying;    /* LIMBO without pins */
     ec_policy policy;
@@ -88,6 +89,8 @@ static inline void ec_cache_free(ec_cache *c) {
     ec_policy_free(&c->policy);
     ec_vec_free(&c->limbo);
     ec_vec_free(&c->limbo_unused);
+    free(c->settled);
+    c->settled = NULL;
     c->slots = NULL;
     c->seats = NULL;
     c->state = NULL;
@@ -115,6 +118,40 @@ static inline int ec_cache_init(ec_cache *c, int64_t capacity, int policy, uint6
     c->limbo_of = (uint32_t *)c->limbo_of_block.data;
     for (int64_t slot = 0; slot < capacity; slot++) ec_slotset_add(&c->free, (uint32_t)slot);
     return EC_OK;
+}
+
+/* ------------------------------------------------------------------------------------------------------------- settled */
+
+static inline size_t ec_cache_settled_words(int64_t capacity) { return ((size_t)capacity + 63) / 64; }
+
+/* Nothing is settled, from now until ec_cache_unsettle(). EC_NOMEM changes nothing. */
+static inline int ec_cache_settle(ec_cache *c) {
+    const size_t bytes = ec_cache_settled_words(c->capacity) * sizeof(uint64_t);
+    uint64_t *settled = (uint64_t *)ec_take(NULL, bytes);
+    if (!settled) return EC_NOMEM;
+    memset(settled, 0, bytes);
+    free(c->settled);
+    c->settled = settled;
+    return EC_OK;
+}
+
+/* Nobody asks any more. */
+static inline void ec_cache_unsettle(ec_cache *c) {
+    free(c->settled);
+    c->settled = NULL;
+}
+
+/* The slot holds another row from now on. */
+static inline void ec_cache_held_anew(ec_cache *c, uint32_t slot) {
+    if (c->settled) c->settled[slot >> 6] &= ~(UINT64_C(1) << (slot & 63));
+}
+
+/* Settles a slot; returns whether it was not. */
+static inline int ec_cache_settle_slot(ec_cache *c, uint32_t slot) {
+    uint64_t *word = &c->settled[slot >> 6];
+    const uint64_t before = *word, bit = UINT64_C(1) << (slot & 63);
+    *word = before | bit;
+    return (before & bit) == 0;
 }
 
 /* ------------------------------------------------------------------------------------------------------- limbo entries */
@@ -209,6 +246,7 @@ static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t ha
     record.period = c->seats[slot].period;
     record.before = c->slots[slot];
     c->slots[slot] = (ec_slot){key, row, 0, 0};
+    ec_cache_held_anew(c, slot);
     c->state[slot] = EC_SLOT_LIVE;
     ec_index_insert(&c->index, key, hash, slot);
     ec_cache_pin(c, slot);
@@ -227,6 +265,7 @@ static inline void ec_cache_untake(ec_cache *c, const ec_take_record *record) {
     ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
     c->live--;
     c->slots[slot] = record->before;
+    ec_cache_held_anew(c, slot);
     if (record->from == EC_FROM_FREE) {
         c->state[slot] = EC_SLOT_FREE;
         ec_slotset_add(&c->free, slot);
@@ -298,6 +337,10 @@ static inline int ec_cache_grow(ec_cache *c, int64_t capacity) {
     ec_cache wider;
     EC_ASSERT(capacity >= c->capacity);
     if (ec_cache_init(&wider, capacity, c->policy.kind, c->index.seed) != EC_OK) return EC_NOMEM;
+    if (c->settled && ec_cache_settle(&wider) != EC_OK) {
+        ec_cache_free(&wider);
+        return EC_NOMEM;
+    }
     if (ec_policy_grow(&c->policy, capacity) != EC_OK) {
         ec_cache_free(&wider);
         return EC_NOMEM;
@@ -310,6 +353,7 @@ static inline int ec_cache_grow(ec_cache *c, int64_t capacity) {
     memcpy(wider.seats, c->seats, n * sizeof(ec_seat));
     memcpy(wider.state, c->state, n);
     memcpy(wider.limbo_of, c->limbo_of, n * sizeof(uint32_t));
+    if (c->settled) memcpy(wider.settled, c->settled, ec_cache_settled_words(c->capacity) * sizeof(uint64_t));
     for (uint32_t slot = 0; slot < (uint32_t)n; slot++)
         if (c->state[slot] != EC_SLOT_FREE) {
             ec_slotset_remove(&wider.free, slot);

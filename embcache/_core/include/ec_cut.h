@@ -320,14 +320,46 @@ static int64_t ec_cut_dead(const ec_overlay *o, const ec_side *s, int64_t *keys)
 /* At most so many rows does a plan use or evict. */
 static inline int64_t ec_cut_most_touched(const ec_part *p) { return p->touches.size + p->hits.size + p->takes.size + p->deaths.size; }
 
-/* Rows that a plan uses, and those of keys that it has evicted; `rows` has room for ec_cut_most_touched(). Returns how many. */
-static int64_t ec_cut_touched(const ec_side *s, const ec_part *p, int64_t *rows) {
-    int64_t n = 0;
-    for (int64_t i = 0; i < p->touches.size; i++) rows[n++] = s->cache.slots[EC_TOUCH(p, i).slot].row;
-    for (int64_t i = 0; i < p->hits.size; i++) rows[n++] = s->cache.slots[EC_HIT(p, i).slot].row;
-    for (int64_t i = 0; p->quick && i < p->takes.size; i++) rows[n++] = s->cache.slots[EC_TAKE(p, i).slot].row;
-    for (int64_t i = 0; i < p->deaths.size; i++) rows[n++] = EC_GONE(&s->cache, EC_DEATH(p, i).kill.limbo).row;
-    return n;
+/* Rows that a plan which has come in uses, or whose keys it has evicted, and that a save has to read before its batch trains: those that
+ * `members`, of `length`, says are in and not read, and with `listing`, while it is not known of all which have changed, those that are live
+ * in the cut: they come in, and `listed` counts them. `rows` has room for ec_cut_most_touched(). Returns how many.
+ *
+ * Most of them the save has asked for in an earlier plan, and their slots are settled: so a plan costs what it reads first, and a bit a row.
+ * A slot that holds another row is not settled any more, whether a plan takes it or gives it back (ec_cache_take, ec_cache_untake); and plans
+ * come in in the order they were made in, so who finds a slot settled comes behind the plan that has had its row read. */
+static int64_t ec_cut_unread(ec_side *s, const ec_part *p, int listing, uint8_t *members, int64_t length, int64_t *rows, int64_t *listed) {
+    enum { AHEAD = 16 };
+    ec_cache *c = &s->cache;
+    int64_t n = 0, found = 0;
+    for (int64_t i = 0; i < p->touches.size; i++) {
+        rows[n] = EC_TOUCH(p, i).slot;
+        n += ec_cache_settle_slot(c, EC_TOUCH(p, i).slot);
+    }
+    for (int64_t i = 0; i < p->hits.size; i++) {
+        rows[n] = EC_HIT(p, i).slot;
+        n += ec_cache_settle_slot(c, EC_HIT(p, i).slot);
+    }
+    for (int64_t i = 0; p->quick && i < p->takes.size; i++) {
+        rows[n] = EC_TAKE(p, i).slot;
+        n += ec_cache_settle_slot(c, EC_TAKE(p, i).slot);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        if (i + AHEAD < n) EC_PREFETCH_READ(&c->slots[rows[i + AHEAD]]);
+        rows[i] = c->slots[rows[i]].row;
+    }
+    for (int64_t i = 0; i < p->deaths.size; i++) rows[n++] = EC_GONE(c, EC_DEATH(p, i).kill.limbo).row;
+    for (int64_t i = 0; i < n; i++) {
+        if (i + AHEAD < n && rows[i + AHEAD] < length) EC_PREFETCH_WRITE(&members[rows[i + AHEAD]]);
+        const int64_t row = rows[i];
+        if (row >= length) continue;
+        if (listing && (members[row] & (EC_CUT_IN | EC_CUT_LIVE | EC_CUT_READ)) == EC_CUT_LIVE) {
+            members[row] |= EC_CUT_IN;
+            ++*listed;
+        }
+        rows[found] = row;
+        found += members[row] & EC_CUT_IN;
+    }
+    return found;
 }
 
 /* Rows of residents that a plan has used since the last save. `rows` has room for all residents. Returns how many. */

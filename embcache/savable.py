@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from .checkpoint import RestoreReport
 from .restoring import restore_managers
-from .saving import Saving, save_managers
+from .saving import SaveOptions, Saving, save_managers
 
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
@@ -27,32 +27,18 @@ class Savable:
         self,
         path: str | os.PathLike[str],
         *,
-        delta: bool = False,
         background: Literal[False] = False,
-        state: Any = None,
-        keep: int | None = None,
+        **options: Unpack[SaveOptions],
     ) -> int: ...
 
     @overload
     def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        delta: bool = False,
-        background: Literal[True],
-        state: Any = None,
-        keep: int | None = None,
+        self, path: str | os.PathLike[str], *, background: Literal[True], **options: Unpack[SaveOptions]
     ) -> Saving: ...
 
     @overload
     def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        delta: bool = False,
-        background: bool,
-        state: Any = None,
-        keep: int | None = None,
+        self, path: str | os.PathLike[str], *, background: bool, **options: Unpack[SaveOptions]
     ) -> int | Saving: ...
 
     def save(

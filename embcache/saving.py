@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from ._core.cut import trained_step
 from ._core.doors import Doors, Steps
@@ -38,9 +38,17 @@ from .values import encode
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
 
-__all__ = ["Saving", "check_names", "describe", "path_of", "save_managers"]
+__all__ = ["SaveOptions", "Saving", "check_names", "describe", "path_of", "save_managers"]
 
 LOG = logging.getLogger("embcache")
+
+
+class SaveOptions(TypedDict, total=False):
+    """What every ``save`` takes besides; `background`, which says what it returns, and `EmbCacheManager.save` what each means."""
+
+    delta: bool
+    state: Any
+    keep: int | None
 
 
 class Saving(Future[int]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +15,7 @@ from .densepart import DensePart
 from .errors import ConfigError
 from .modules import CachedCollection
 from .restoring import restore_managers
-from .saving import Saving, save_managers
+from .saving import SaveOptions, Saving, save_managers
 
 if TYPE_CHECKING:
     from .manager import EmbCacheManager
@@ -28,10 +28,8 @@ def save(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    delta: bool = False,
     background: Literal[False] = False,
-    state: Any = None,
-    keep: int | None = None,
+    **options: Unpack[SaveOptions],
 ) -> int: ...
 
 
@@ -40,10 +38,8 @@ def save(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    delta: bool = False,
     background: Literal[True],
-    state: Any = None,
-    keep: int | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Saving: ...
 
 
@@ -52,10 +48,8 @@ def save(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    delta: bool = False,
     background: bool,
-    state: Any = None,
-    keep: int | None = None,
+    **options: Unpack[SaveOptions],
 ) -> int | Saving: ...
 
 

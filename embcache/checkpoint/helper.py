@@ -61,12 +61,15 @@ class Helper:
         while alive:
             alive = self._thread is not None and self._thread.is_alive()
             try:
-                return self._answers.get(alive, _LOOK_S)  # a last time when it is not: it may have answered before it went
+                return self._answers.get(
+                    alive, _LOOK_S
+                )  # a last time when it is not: it may have answered before it went
             except queue.Empty:
                 pass
         self.busy = False
         raise StorageError(
-            errno.EIO, "the thread that read or wrote a part of a checkpoint has died, or is another process's: try again"
+            errno.EIO,
+            "the thread that read or wrote a part of a checkpoint has died, or is another process's: try again",
         )
 
     def close(self) -> None:

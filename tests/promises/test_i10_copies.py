@@ -93,8 +93,9 @@ def test_i10_a_resident_is_copied_once_also_when_the_buffer_grows(
                 train_by_hand(manager, manager.plan(batch_of(*keys)))
             assert manager.stats()["capacity"] > slots
         assert saving.result(LIMIT_S) == 1
-        assert named[1] == named[3] == 0 and min(named[0], 2 * named[2], 2 * named[4]) > 90  # the writer has read some itself
+        assert (
+            named[1] == named[3] == 0 and min(named[0], 2 * named[2], 2 * named[4]) > 90
+        )  # the writer has read some itself
         assert restored(tables, ec.Adagrad(lr=0.1), str(tmp_path)) == at_the_cut
         train_by_hand(manager, manager.plan(batch_of(*range(200))))
         assert len(named) == 5  # nobody asks any more
-

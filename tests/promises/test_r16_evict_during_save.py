@@ -177,7 +177,9 @@ def what_was_copied_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     real = savepart.unread_rows
     monkeypatch.setattr(savepart.Part, "take", lambda self, rows: np.ascontiguousarray(rows[rows < len(self.members)]))
     monkeypatch.setattr(
-        savepart, "unread_rows", lambda planner, plan, t, members, listing: real(planner, plan, t, members | savepart.IN)
+        savepart,
+        "unread_rows",
+        lambda planner, plan, t, members, listing: real(planner, plan, t, members | savepart.IN),
     )
 
 

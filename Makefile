@@ -53,7 +53,7 @@ bench: $(READY)  ## our figures and peers' in the same run; writes bench/report.
 	$(ISOLATED) -m pytest bench --benchmark-only --bench-outcomes build/bench/outcomes.jsonl $(PYTEST_ARGS)
 	$(PYTHON) bench/report.py build/bench/outcomes.jsonl --to $(if $(PYTEST_ARGS),build/bench/report.md,bench/report.md)
 
-soak: $(READY)  ## state machines, promises, kills, power cuts and damage on new random examples, SOAK times as many (20; kills: 2,300)
+soak: $(READY)  ## state machines, promises, kills, power cuts and damage on new random examples, SOAK times as many (20; kills: 2,700)
 	EMBCACHE_SOAK=$(SOAK) $(ISOLATED) -m pytest tests/promises tests/property tests/crash tests/distributed --timeout=36000 $(PYTEST_ARGS)
 
 clean:  ## remove everything that was built, the virtual environment included

@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 
 from ..checkpoint.lock import holder, note_holder
@@ -45,6 +46,15 @@ def check_apart(source: str, target: str) -> None:
     one, other = os.path.realpath(source), os.path.realpath(target)
     if os.path.commonpath([one, other]) in (one, other):
         raise ConfigError(f"{target}: is, holds or lies in {source}, which is read; give another path to write to")
+
+
+@dataclass
+class _Progress:
+    """How far a command of this process has got with its target."""
+
+    placed: bool = False  # the new content has its name
+    # Whether for good; None: nobody has synced it yet. False: a sync has failed, and a later one that succeeds would mean nothing.
+    durable: bool | None = None
 
 
 @contextmanager
@@ -77,17 +87,24 @@ def replacing(target: str, kind: str, force: bool) -> Iterator[str]:
         _hold_old(target, kind, stack)
         folder = _make_folder(target, stack)
         content = os.path.join(folder, "content")
-        placed: list[str] = []
-        stack.callback(_tidy, folder, target, placed)
+        progress = _Progress()
+        stack.callback(_tidy, folder, target, progress)
         yield content
         _sync(content)
-        _sync(folder)
         _check(target, kind, force)  # the world went on meanwhile
         with open(os.path.join(folder, _NEW), "w", encoding="ascii") as file:
             file.write(_identity(content))
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_names(folder, target)  # or a cut could lose the folder, with what is about to be moved into it
         _put(content, target, force)
-        placed.append(target)
-        _sync(os.path.dirname(target))
+        progress.placed = True
+        try:
+            _sync_names(folder, target)
+        except OSError:
+            progress.durable = False
+            raise
+        progress.durable = True
 
 
 def _check(target: str, kind: str, force: bool) -> None:
@@ -146,30 +163,51 @@ def put_back(target: str) -> None:
             _tidy(folder, target)
 
 
-def _tidy(folder: str, target: str, placed: list[str] | None = None) -> None:
+def _sync_names(folder: str, target: str) -> None:
+    """Make durable what has changed places between the folder that was built in and the one around the target."""
+    _sync(folder)
+    _sync(os.path.dirname(target))
+
+
+def _tidy(folder: str, target: str, progress: _Progress | None = None) -> None:
     """Remove the folder of a command that has ended or died, but not what it was replacing unless the new one has its place.
 
-    Of this process's own command, `placed` names the target once it has; else what the folder says of the new one decides.
+    Of this process's own command `progress` says so; else what the folder says of the new one decides.
     """
     content, old = os.path.join(folder, "content"), os.path.join(folder, "old")
     new = ""  # it did not get as far as its target
     with suppress(OSError, ValueError), open(os.path.join(folder, _NEW), encoding="ascii") as file:
         new = file.read()
-    if placed or (new and new == _identity(target)):
-        if placed is not None:
+    moved = False
+    if (progress is not None and progress.placed) or (new and new == _identity(target)):
+        if progress is not None:
             PLACED.append(target)
         old = old if os.path.lexists(old) else content  # by two steps, or by an exchange
         if os.path.lexists(old):
-            try:  # else a power cut could find the old one removed, and the new one without its name
-                _sync(os.path.dirname(target))
-            except OSError:
+            # Else a power cut could find the old one removed, and the new one without its name.
+            durable = _synced(folder, target) if progress is None or progress.durable is None else progress.durable
+            if not durable:
                 _keep_old(old, target)
+                moved = True
     elif os.path.lexists(old):
         if os.path.lexists(target):
             _keep_old(old, target)
         else:
             os.rename(old, target)
-    shutil.rmtree(folder, ignore_errors=True)
+        moved = True
+    if not moved or _synced(
+        folder, target
+    ):  # else a power cut could find the folder removed, with the old one still in it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _synced(folder: str, target: str) -> bool:
+    """Whether `_sync_names` has succeeded."""
+    try:
+        _sync_names(folder, target)
+    except OSError:
+        return False
+    return True
 
 
 def _keep_old(old: str, target: str) -> None:

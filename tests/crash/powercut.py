@@ -2,12 +2,14 @@
 
 What is assumed of the medium, and nothing else (docs/reliability.md): a sync that returned 0 made the file's bytes and its
 length, or the folder's entries, durable; a write through a descriptor with O_DSYNC is durable when it returns; a write
-changes nothing outside its range, and sectors of 512 bytes are written whole or not; renaming within a folder is one step.
+changes nothing outside its range, and sectors of 512 bytes are written whole or not; renaming is one step, and so is exchanging two
+names, within a folder or from one to another.
 
 So after a cut every change that was not synced may be there or not, each sector of a write by itself, in any
 combination: files may be shorter, of the right length with zeros or an older file's bytes in them, or absent; folders may
 lack new names or keep removed ones. A file's sync does not make its name durable. A sync that failed has made nothing
-durable, and nothing that comes later will: the system may take these pages for clean (they are "doubtful" for good).
+durable, and nothing that comes later will: the system may take these pages for clean (they are "doubtful" for good). What has changed two folders in
+one step is in both or in neither, and durable once both have been synced.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 
 __all__ = ["FAILED_SYNC", "MARK", "REFUSED", "Disk", "Event", "events_of", "mark"]
 
-CREATE, MKDIR, RENAME, UNLINK, WRITE, DURABLE_WRITE, RESIZE, SYNC, FAILED_SYNC, REFUSED = range(1, 11)
+CREATE, MKDIR, RENAME, UNLINK, WRITE, DURABLE_WRITE, RESIZE, SYNC, FAILED_SYNC, REFUSED, EXCHANGE = range(1, 12)
 MARK = 100
 _HEAD = struct.Struct("<IIQqIIQ")
 _MAGIC = 0x45434C47
@@ -70,6 +72,21 @@ class _Change:
     data: bytes | None = None
     names: tuple[tuple[str, File | Folder | None], ...] = ()
     status: str = PENDING
+    twin: _Change | None = None  # of another folder, made in the same step
+
+    @property
+    def durable(self) -> bool:
+        """Whether no cut takes it back."""
+        return self.status == DURABLE and (self.twin is None or self.twin.status == DURABLE)
+
+    def kept(self, fates: dict[int, bool], rng: random.Random, share: float) -> bool:
+        """Whether it is in an image whose changes in two folders have the `fates` that were drawn so far, by the twin's identity."""
+        if self.durable or self.twin is None:
+            return self.durable or rng.random() < share
+        if id(self.twin) not in fates:
+            fates[id(self)] = rng.random() < share
+            return fates[id(self)]
+        return fates[id(self.twin)]
 
 
 @dataclass
@@ -93,7 +110,7 @@ class _Node:
         for change in self.changes:
             if change.status == PENDING:
                 change.status = status
-        while self.changes and self.changes[0].status == DURABLE:
+        while self.changes and self.changes[0].durable:
             self._settle(self.changes.pop(0))
 
     def _settle(self, change: _Change) -> None:
@@ -138,18 +155,18 @@ class Folder(_Node):
     def _settle(self, change: _Change) -> None:
         _rename(self.base, change)
 
-    def write_image(self, place: Path, rng: random.Random) -> None:
+    def write_image(self, place: Path, rng: random.Random, fates: dict[int, bool]) -> None:
         """Make the folder at `place` as it may be found after a cut."""
         mood, found = _Mood.drawn(rng), dict(self.base)
         for change in self.changes:
-            if change.status == DURABLE or rng.random() < mood.kept:
+            if change.kept(fates, rng, mood.kept):
                 _rename(found, change)
         for name, node in found.items():
             if isinstance(node, File):
                 (place / name).write_bytes(node.image(rng))
             else:
                 (place / name).mkdir()
-                node.write_image(place / name, rng)
+                node.write_image(place / name, rng, fates)
 
 
 def _sectors(offset: int, data: bytes, sector: int) -> Iterator[tuple[int, bytes]]:
@@ -207,10 +224,8 @@ class Disk:
             self._named(event.path, (os.path.basename(event.path), node))
         elif event.kind == UNLINK:
             self._named(event.path, (os.path.basename(event.path), None))
-        elif event.kind == RENAME:
-            assert os.path.dirname(event.path) == os.path.dirname(event.other)
-            new = (os.path.basename(event.other), self._nodes[event.inode])
-            self._named(event.path, (os.path.basename(event.path), None), new)
+        elif event.kind in (RENAME, EXCHANGE):
+            self._moved(event)
         elif event.kind in (SYNC, FAILED_SYNC):
             self._nodes[event.inode].sync(DURABLE if event.kind == SYNC else DOUBTFUL)
         elif event.kind != REFUSED:
@@ -218,8 +233,34 @@ class Disk:
             status = DURABLE if event.kind == DURABLE_WRITE else PENDING
             self._nodes[event.inode].changes.append(_Change(event.offset, data, (), status))
 
-    def _named(self, path: str, *names: tuple[str, File | Folder | None]) -> None:
-        self._folders[os.path.dirname(path)].changes.append(_Change(names=names))
+    def _moved(self, event: Event) -> None:
+        """A name has moved, or two have changed places."""
+        node, other = self._nodes[event.inode], None
+        moved = {event.path: event.other}
+        if event.kind == EXCHANGE:
+            other = self._nodes[event.offset]
+            moved[event.other] = event.path
+        old, new = (os.path.basename(event.path), other), (os.path.basename(event.other), node)
+        if os.path.dirname(event.path) == os.path.dirname(event.other):
+            self._named(event.path, old, new)
+        else:
+            one, two = self._named(event.path, old), self._named(event.other, new)
+            one.twin, two.twin = two, one
+        folders = {}
+        for path, folder in self._folders.items():
+            if event.kind == RENAME and path == event.other:
+                continue  # an empty one, which has gone
+            for before, after in moved.items():
+                if path == before or path.startswith(before + "/"):
+                    path = after + path[len(before) :]
+                    break
+            folders[path] = folder
+        self._folders = folders
+
+    def _named(self, path: str, *names: tuple[str, File | Folder | None]) -> _Change:
+        change = _Change(names=names)
+        self._folders[os.path.dirname(path)].changes.append(change)
+        return change
 
     def write_image(self, place: Path, rng: random.Random, in_flight: Event | None = None) -> None:
         """Make what may be found after a cut now, in the empty folder `place`; `in_flight` is the event that it interrupts."""
@@ -227,6 +268,6 @@ class Disk:
         if in_flight is not None and in_flight.kind in (WRITE, DURABLE_WRITE):
             node = self._nodes[in_flight.inode]
             node.changes.append(_Change(in_flight.offset, in_flight.data))
-        self.root.write_image(place, rng)
+        self.root.write_image(place, rng, {})
         if node is not None:
             node.changes.pop()

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from embcache.checkpoint import (
     prune,
     segment,
 )
+from embcache.cli import main
+from embcache.commands import targets
 from embcache.errors import EmbCacheError
 from embcache.table import EmbTable
 
@@ -118,7 +121,31 @@ def ranks(path: Path, log: Path, files: Files, steps: int) -> None:
             mark(log, f"failed {type(error).__name__} {error}")
 
 
-SCENARIOS = {"deltas": deltas, "ranks": ranks}
+TARGETS = ("checkpoint", "table", "file.npz")
+
+
+def replace(path: Path, log: Path, files: Files, steps: int) -> None:
+    """Commands that put new content in the place of old: a checkpoint, a table directory and a file, of the value of each step in turn.
+
+    What they read, a table directory and a checkpoint for each step, lies beside the recorded folder.
+    """
+    sources = log.parent / "sources"
+    for step in range(1, steps + 1):
+        checkpoint, table, file = (str(path.parent / name) for name in TARGETS)
+        for target, *words in (
+            (checkpoint, "save", str(sources / f"table-{step}"), checkpoint),
+            (table, "restore", str(sources / f"saved-{step}"), table),
+            (file, "export", str(sources / f"saved-{step}"), file),
+            (checkpoint, "compact", checkpoint),
+        ):
+            name = os.path.basename(target)
+            mark(log, f"begin {name} {step}")
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+                code = main([*words, "--force"])
+            mark(log, f"{'done' if code == 0 else 'failed'} {name} {step}")
+
+
+SCENARIOS = {"deltas": deltas, "ranks": ranks, "replace": replace}
 
 
 def careless(what: str) -> Files:
@@ -137,15 +164,18 @@ def live(job: dict[str, Any]) -> None:
     begin = ctypes.CDLL(None).recorder_begin
     numbers = [ctypes.c_long(job.get(what, 0)) for what in ("fail_sync", "fail_call")]
     begin(os.fsencode(job["under"]), os.fsencode(job["log"]), *numbers, job.get("error", 0))
-    path = Path(job["under"]) / "deep" / "checkpoint"
+    path = Path(job["under"]) / job.get("folder", "deep") / "checkpoint"
     if job.get("made_by_caller"):
-        path.mkdir(parents=True, exist_ok=True)  # as a training script would: nothing of it is durable
+        made = path.parent if job["scenario"] == "replace" else path
+        made.mkdir(parents=True, exist_ok=True)  # as a training script would: nothing of it is durable
+    if not job.get("exchange", True):
+        targets._renameat2 = lambda *given: False
     kill_at = job.get("kill_at")
     files = careless(job["without"]) if "without" in job else Files() if kill_at is None else Deadly(kill_at)
     SCENARIOS[job["scenario"]](path, Path(job["log"]), files, job["steps"])
 
 
-def main() -> int:
+def run_all() -> int:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         pid = os.fork()
         if pid == 0:
@@ -164,4 +194,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_all())

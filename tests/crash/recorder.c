@@ -11,7 +11,8 @@
  * A record is a `struct head` followed by `path_bytes`, `other_bytes` and `data_bytes` bytes. Files are known by the number
  * of their inode, since names change. One lock is held around each call and its record, so the log's order is the order in
  * which things happened. LMDB writes by pwrite, pwritev and write, and its head pages through a descriptor of its own with
- * O_DSYNC: such writes are marked durable. Memory that is mapped and written is not seen (LMDB's table of readers).
+ * O_DSYNC: such writes are marked durable. What is stored through a shared mapping is noted as one write of the whole file when
+ * the file is synced, so between these the log lacks it (and LMDB's table of readers, which is never synced).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -24,12 +25,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { CREATE = 1, MKDIR, RENAME, UNLINK, WRITE, DURABLE_WRITE, RESIZE, SYNC, FAILED_SYNC, REFUSED };
+enum { CREATE = 1, MKDIR, RENAME, UNLINK, WRITE, DURABLE_WRITE, RESIZE, SYNC, FAILED_SYNC, REFUSED, EXCHANGE };
+enum { MOST_MAPPED = 256 };
 
 struct head {
     uint32_t magic, kind;
@@ -43,6 +46,8 @@ static char under[PATH_MAX], log_path[PATH_MAX];
 static size_t under_length;
 static long sync_to_fail, call_to_fail;
 static int error_of_call;
+static uint64_t mapped[MOST_MAPPED]; /* inodes of files that are written through mappings */
+static int mapped_count;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -58,6 +63,18 @@ __attribute__((visibility("default"))) void recorder_begin(const char *folder, c
 
 static int is_under(const char *path) {
     return under_length && strncmp(path, under, under_length) == 0 && (path[under_length] == '/' || !path[under_length]);
+}
+
+/* The absolute path of a name that is relative to a folder's descriptor. */
+static const char *absolute(int folder, const char *path, char *to) {
+    char link[64];
+    if (path[0] == '/' || folder == AT_FDCWD) return path;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
+    ssize_t length = readlink(link, to, PATH_MAX - 1);
+    if (length < 0 || length + strlen(path) + 2 > PATH_MAX) return path;
+    to[length] = '/';
+    strcpy(to + length + 1, path);
+    return to;
 }
 
 /* Whether the descriptor's file lies in the folder, and its inode. Unlinked files do too: their name has a suffix. */
@@ -118,12 +135,14 @@ static int allowed(struct iovec *some, const struct iovec *data, int pieces) {
 
 /* ------------------------------------------------------------------------------------------------------ names */
 
-static int opened(int (*real)(const char *, int, ...), const char *path, int flags, mode_t mode) {
-    if (!is_under(path) || !(flags & O_ACCMODE)) return real(path, flags, mode);
+static int opened(int (*real)(int, const char *, int, ...), int folder, const char *name, int flags, mode_t mode) {
+    char place[PATH_MAX];
+    const char *path = absolute(folder, name, place);
+    if (!is_under(path) || !(flags & O_ACCMODE)) return real(folder, name, flags, mode);
     struct stat about;
     pthread_mutex_lock(&lock);
     int absent = lstat(path, &about) != 0;
-    int descriptor = refused() ? -1 : real(path, flags, mode);
+    int descriptor = refused() ? -1 : real(folder, name, flags, mode);
     if (descriptor >= 0 && fstat(descriptor, &about) == 0) {
         if (absent) note(CREATE, about.st_ino, 0, path, NULL, NULL, 0, 0);
         else if (flags & O_TRUNC) note(RESIZE, about.st_ino, 0, NULL, NULL, NULL, 0, 0);
@@ -132,16 +151,25 @@ static int opened(int (*real)(const char *, int, ...), const char *path, int fla
     return descriptor;
 }
 
-#define OPEN(name)                                                        \
-    int name(const char *path, int flags, ...) {                          \
-        va_list rest;                                                     \
-        va_start(rest, flags);                                            \
-        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
-        va_end(rest);                                                     \
-        return opened(REAL(name), path, flags, mode);                     \
+#define MODE_OF(flags, mode)                                          \
+    va_list rest;                                                     \
+    va_start(rest, flags);                                            \
+    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
+    va_end(rest);
+#define OPEN(name)                                                    \
+    int name(const char *path, int flags, ...) {                      \
+        MODE_OF(flags, mode)                                          \
+        return opened(REAL(openat), AT_FDCWD, path, flags, mode);     \
+    }
+#define OPENAT(name)                                                  \
+    int name(int folder, const char *path, int flags, ...) {          \
+        MODE_OF(flags, mode)                                          \
+        return opened(REAL(openat), folder, path, flags, mode);       \
     }
 OPEN(open)
 OPEN(open64)
+OPENAT(openat)
+OPENAT(openat64)
 
 int mkdir(const char *path, mode_t mode) {
     if (!is_under(path)) return REAL(mkdir)(path, mode);
@@ -153,27 +181,37 @@ int mkdir(const char *path, mode_t mode) {
     return answer;
 }
 
-int rename(const char *old, const char *new) {
-    if (!is_under(old)) return REAL(rename)(old, new);
-    struct stat about;
+static int renamed(int from, const char *old_name, int to, const char *new_name, unsigned flags) {
+    char places[2][PATH_MAX];
+    const char *old = absolute(from, old_name, places[0]), *new = absolute(to, new_name, places[1]);
+    if (!is_under(old)) return REAL(renameat2)(from, old_name, to, new_name, flags);
+    struct stat about, other = {0};
     pthread_mutex_lock(&lock);
-    int answer = refused() ? -1 : REAL(rename)(old, new);
-    if (answer == 0 && lstat(new, &about) == 0) note(RENAME, about.st_ino, 0, old, new, NULL, 0, 0);
+    int answer = refused() ? -1 : REAL(renameat2)(from, old_name, to, new_name, flags);
+    if (answer == 0 && lstat(new, &about) == 0 && (!(flags & RENAME_EXCHANGE) || lstat(old, &other) == 0))
+        note(flags & RENAME_EXCHANGE ? EXCHANGE : RENAME, about.st_ino, (int64_t)other.st_ino, old, new, NULL, 0, 0);
     pthread_mutex_unlock(&lock);
     return answer;
 }
 
-static int removed(int (*real)(const char *), const char *path) {
-    if (!is_under(path)) return real(path);
+int rename(const char *old, const char *new) { return renamed(AT_FDCWD, old, AT_FDCWD, new, 0); }
+int renameat(int from, const char *old, int to, const char *new) { return renamed(from, old, to, new, 0); }
+int renameat2(int from, const char *old, int to, const char *new, unsigned flags) { return renamed(from, old, to, new, flags); }
+
+static int removed(int folder, const char *name, int flags) {
+    char place[PATH_MAX];
+    const char *path = absolute(folder, name, place);
+    if (!is_under(path)) return REAL(unlinkat)(folder, name, flags);
     pthread_mutex_lock(&lock);
-    int answer = refused() ? -1 : real(path);
+    int answer = refused() ? -1 : REAL(unlinkat)(folder, name, flags);
     if (answer == 0) note(UNLINK, 0, 0, path, NULL, NULL, 0, 0);
     pthread_mutex_unlock(&lock);
     return answer;
 }
 
-int unlink(const char *path) { return removed(REAL(unlink), path); }
-int rmdir(const char *path) { return removed(REAL(rmdir), path); }
+int unlink(const char *path) { return removed(AT_FDCWD, path, 0); }
+int rmdir(const char *path) { return removed(AT_FDCWD, path, AT_REMOVEDIR); }
+int unlinkat(int folder, const char *path, int flags) { return removed(folder, path, flags); }
 
 /* ---------------------------------------------------------------------------------------------------- content */
 
@@ -259,10 +297,52 @@ static int allocated(int descriptor, int (*real)(int, off_t, off_t), off_t offse
 int posix_fallocate(int d, off_t offset, off_t length) { return allocated(d, REAL(posix_fallocate), offset, length); }
 int posix_fallocate64(int d, off_t offset, off_t length) { return allocated(d, REAL(posix_fallocate64), offset, length); }
 
+/* fallocate says -1 and errno where posix_fallocate returns the error. */
+#define FALLOCATE(name)                                                                            \
+    int name(int descriptor, int mode, off_t offset, off_t length) {                               \
+        uint64_t inode;                                                                            \
+        struct stat about;                                                                         \
+        if (!seen(descriptor, &inode)) return REAL(name)(descriptor, mode, offset, length);        \
+        pthread_mutex_lock(&lock);                                                                 \
+        int answer = refused() ? -1 : REAL(name)(descriptor, mode, offset, length);                \
+        if (answer == 0 && fstat(descriptor, &about) == 0) note(RESIZE, inode, about.st_size, NULL, NULL, NULL, 0, 0); \
+        pthread_mutex_unlock(&lock);                                                               \
+        return answer;                                                                             \
+    }
+FALLOCATE(fallocate)
+FALLOCATE(fallocate64)
+
+#define MMAP(name)                                                                                 \
+    void *name(void *address, size_t bytes, int protection, int flags, int descriptor, off_t offset) { \
+        uint64_t inode;                                                                            \
+        if (under_length && descriptor >= 0 && (flags & MAP_SHARED) && (protection & PROT_WRITE) && seen(descriptor, &inode)) { \
+            pthread_mutex_lock(&lock);                                                             \
+            mapped[mapped_count++ % MOST_MAPPED] = inode;                                          \
+            pthread_mutex_unlock(&lock);                                                           \
+        }                                                                                          \
+        return REAL(name)(address, bytes, protection, flags, descriptor, offset);                  \
+    }
+MMAP(mmap)
+MMAP(mmap64)
+
+/* What mappings have stored in a file that is about to be synced; the lock is held. */
+static void note_mapped(int descriptor, uint64_t inode) {
+    struct stat about;
+    int known = 0;
+    for (int i = 0; i < mapped_count && i < MOST_MAPPED && !known; i++) known = mapped[i] == inode;
+    if (!known || fstat(descriptor, &about) || about.st_size == 0) return;
+    void *content = REAL(mmap)(NULL, about.st_size, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (content == MAP_FAILED) return;
+    struct iovec one = {content, about.st_size};
+    note(WRITE, inode, 0, NULL, NULL, &one, 1, about.st_size);
+    munmap(content, about.st_size);
+}
+
 static int synced(int descriptor, int (*real)(int)) {
     uint64_t inode;
     if (!seen(descriptor, &inode)) return real(descriptor);
     pthread_mutex_lock(&lock);
+    note_mapped(descriptor, inode);
     int answer = sync_to_fail > 0 && --sync_to_fail == 0 ? (errno = EIO, -1) : refused() ? -1 : real(descriptor);
     note(answer ? FAILED_SYNC : SYNC, inode, 0, NULL, NULL, NULL, 0, 0);
     pthread_mutex_unlock(&lock);

@@ -187,10 +187,13 @@ def judge(image: Path, scenario: str, marks: list[str], clean: bool) -> str:
     return f"{newest[0]}"
 
 
-def images(recording: Recording, count: int, seed: int, place: Path) -> Iterator[tuple[str, list[str]]]:
-    """Make `count` images, one after the other, at `place`; yields a name for messages, and the marks until the cut."""
+def images(
+    recording: Recording, count: int, seed: int, place: Path, cuts: list[int] | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """Make images one after the other at `place`: `count` at drawn events, or one at each of `cuts`; yields a name for messages, and
+    the marks until the cut."""
     rng = random.Random(seed)
-    cuts = sorted(rng.randrange(len(recording.events) + 1) for _ in range(count))
+    cuts = sorted(rng.randrange(len(recording.events) + 1) for _ in range(count)) if cuts is None else sorted(cuts)
     disk, at = Disk(str(recording.under), recording.inode), 0
     for number, cut in enumerate(cuts):
         while at < cut:

@@ -10,6 +10,7 @@ import functools
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -22,7 +23,9 @@ from deadly import die_at
 from trained import Truth, model, step
 
 from embcache import savejob
-from embcache.checkpoint import Files, Writer, generations, prune, prune_after, verify
+from embcache.checkpoint import Files, Reader, Writer, generations, prune, prune_after, verify
+from embcache.checkpoint.chunk import GONE
+from embcache.cli import main
 from embcache.errors import StorageError
 from promises.resuming import digest
 
@@ -123,13 +126,47 @@ def train_for_ever(say: Say, path: Path) -> None:
 def test_r1_r17_killed_at_random_moments_of_training(place: Path) -> None:
     """The life that survives has the bits of a run that nobody interrupted."""
     moments, truth, acknowledged = Moments(3), Truth(), 0
-    for life in range(100 if SOAK == 1 else 20 * SOAK):
+    for life in range(80 if SOAK == 1 else 20 * SOAK):
         outcome = run_child(train_for_ever, place / "saved", kill_after=("go", moments.draw()))
         assert outcome.code == -signal.SIGKILL and outcome.said[0] == "go", life
         said = outcome.said[1:]
         moments.learn(len(said))
         acknowledged = check(place / "saved", truth, int(said[-1]) if said else acknowledged)
     assert acknowledged > 10
+
+
+def train_and_tidy(say: Say, path: Path) -> None:
+    """The same, with a command after each save: deltas, those of filters too, become full generations, and deltas follow on these."""
+    say("go")
+    torch.set_num_threads(1)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the child's end
+    collection, done = resumed(path)
+    for number in range(done + 1, 1 << 30):
+        step(collection, number)
+        collection.save(path, delta=True, state={"step": number})
+        say(str(number))
+        if number % 4 == 0:
+            assert main(["compact", str(path), "--force"]) == 0
+        elif number % 7 == 0:
+            assert main(["reshard", str(path), "--writers", "2", "--force"]) == 0
+            assert main(["reshard", str(path), "--writers", "1", "--force"]) == 0
+
+
+def test_r1_killed_at_random_moments_of_training_and_tidying(place: Path) -> None:
+    moments, truth, acknowledged = Moments(4), Truth(), 0
+    changes: set[int] = set()
+    for life in range(30 if SOAK == 1 else 20 * SOAK):
+        outcome = run_child(train_and_tidy, place / "saved", kill_after=("go", moments.draw()))
+        assert outcome.code == -signal.SIGKILL and outcome.said[0] == "go", (life, outcome)
+        said = outcome.said[1:]
+        moments.learn(len(said))
+        acknowledged = check(place / "saved", truth, int(said[-1]) if said else acknowledged)
+        if generations(place / "saved"):
+            with Reader(place / "saved", check="catalogue") as reader:
+                changes |= {place.kind for level in reader._levels for place in level.chunks()}
+    assert acknowledged > 10 and GONE in changes  # keys that wait no more were among what was killed
+    assert main(["compact", str(place / "saved"), "--force"]) == 0 and os.listdir(place) == ["saved"]
+    assert check(place / "saved", truth, acknowledged) >= acknowledged
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -18,16 +18,21 @@ FILTERS = [
     None,
     ec.AdmitAndEvictConfig(admit_threshold=2, evict_threshold=60, evict_step_interval=2),
     ec.AdmitAndEvictConfig(admit_probability=0.5, evict_threshold=6, evict_step_interval=3, time_source="step"),
+    ec.AdmitAndEvictConfig(admit_threshold=2, evict_threshold=70, evict_step_interval=4, sketch_bytes=1024),
 ]
+UNUSED = 800  # rows that no batch meets, so that several deltas come to less than a full generation
+DTYPES = ("float32", "float16", "bfloat16", "float32")
 
 
 def model() -> Any:
-    """A collection of tables of every row type, with and without filters, whose slots hold little more than a batch."""
+    """A collection of tables of every row type, without a filter and with all kinds of them, whose slots hold little more than a batch."""
     tables = [
         ec.TableConfig(f"t{i}", 3 + i, ["f"], dtype=dtype, admit_and_evict=rule, hbm_rows=40)
-        for i, (dtype, rule) in enumerate(zip(("float32", "float16", "bfloat16"), FILTERS, strict=True))
+        for i, (dtype, rule) in enumerate(zip(DTYPES, FILTERS, strict=True))
     ]
-    return ec.EmbeddingBagCollection(tables, optimizer=ec.Adagrad(lr=0.1), num_threads=1)
+    collection = ec.EmbeddingBagCollection(tables, optimizer=ec.Adagrad(lr=0.1), num_threads=1)
+    collection.tables()["t0"].insert(np.arange(-UNUSED, 0))
+    return collection
 
 
 def step(collection: Any, number: int) -> None:

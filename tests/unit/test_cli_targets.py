@@ -335,8 +335,13 @@ def test_an_old_one_stays_where_it_is_not_known_that_the_new_one_has_its_name_du
     assert main(["save", str(one), str(tmp_path / "saved")]) == 0
     real = targets._sync
 
+    calls: list[str] = []
+
     def sync(path: str) -> None:
-        if path == str(tmp_path):
+        calls.append(path)
+        if (
+            path == str(tmp_path) and calls.count(path) == 2
+        ):  # the first one is before the new one gets the name; one more would succeed
             raise OSError(5, "planted")
         real(path)
 

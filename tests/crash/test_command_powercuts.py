@@ -143,7 +143,7 @@ def test_r2_a_cut_leaves_the_old_or_the_new(recorder: Path, place: Path, exchang
     (recording,) = record(recorder, place, [[life]])
     assert any(event.kind == EXCHANGE for event in recording.events) == exchange
     found = look_at(
-        place, recording, cuts_of(recording, 60 * SOAK, 1, (1 if exchange else 4) * SOAK), 1, spare=not exchange
+        place, recording, cuts_of(recording, 60 * SOAK, 1, (1 if exchange else 4) * SOAK), 1, "deep", spare=not exchange
     )
     assert {"0 0 0", *(f"{step} {step} {step}" for step in range(1, STEPS))} <= set(found)
 

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from ..errors import CorruptionError, FormatVersionError
+from ..errors import CorruptionError, FormatVersionError, ShapeError
 from .description import TableDescription
 from .names import VSHARDS
 from .sealed import FORMAT_VERSION, digest128
@@ -64,6 +64,7 @@ __all__ = [
     "ChunkBuffer",
     "Column",
     "Header",
+    "checked",
     "columns_of",
     "open_chunk",
     "rows_per_chunk",
@@ -168,6 +169,24 @@ def rows_per_chunk(columns: tuple[Column, ...], most_bytes: int = CHUNK_BYTES) -
     """Rows that a chunk of `most_bytes` holds, at least one."""
     room = most_bytes - HEADER_BYTES - 64 * len(columns)
     return max(room // sum(column.nbytes(1) for column in columns), 1)
+
+
+def checked(name: str, columns: tuple[Column, ...], given: dict[str, Any], count: int) -> dict[str, npt.NDArray[Any]]:
+    """The arrays for `columns`, each of the right dtype and shape; `ShapeError` else, also for one too many."""
+    arrays = {}
+    for column in columns:
+        what = ROLE_NAMES[column.role]
+        wanted = DTYPES[column.dtype]
+        shape = (count, column.width) if column.role in (WEIGHTS, STATE) else (count,)
+        array = given[what]
+        if not isinstance(array, np.ndarray) or array.dtype != wanted or array.shape != shape:
+            found = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ShapeError(f"table {name!r}: {what} is {found}; give {wanted} of shape {shape}")
+        arrays[what] = array
+    for what, array in given.items():
+        if what not in arrays and array is not None and np.size(array):
+            raise ShapeError(f"table {name!r}: has no {what}; leave them out")
+    return arrays
 
 
 class ChunkBuffer:

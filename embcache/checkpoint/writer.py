@@ -50,6 +50,7 @@ from .names import (
 )
 from .sealed import FILTER_CHANGES
 from .segment import MOST_SEGMENT_BYTES, SegmentWriter
+from .written import Contents, WrittenTable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -57,21 +58,6 @@ if TYPE_CHECKING:
 __all__ = ["Writer"]
 
 _IDLE, _OPEN, _COMMITTED, _FAILED, _CLOSED = "idle", "open", "committed", "failed", "closed"
-
-
-class _Table:
-    """What is known of a table so far: its place, its chunks, its counts."""
-
-    def __init__(self, number: int, description: TableDescription, whole: bool) -> None:
-        self.number = number
-        self.description = description
-        self.whole = whole
-        self.records: list[tuple[Any, ...]] = []
-        self.numbers: dict[str, Any] = {}
-        self.metadata: dict[str, Any] = {}
-        self.filter: dict[str, Any] | None = None
-        self.filter_changes = False
-        self.rows = self.erased = self.bytes = 0
 
 
 class Writer:
@@ -161,9 +147,7 @@ class Writer:
             ChunkBuffer
         ] = []  # those of chunks that may still be on their way to the medium, the oldest first
         self._segments: SegmentWriter | None = None
-        self._tables: dict[str, _Table] = {}
-        self._blobs: dict[str, list[tuple[Any, ...]]] = {}
-        self._metadata: dict[str, Any] = {}
+        self._contents = Contents(0, self.rank, self.world, None, {})
 
     # ------------------------------------------------------------------------------------------------------- the order
 
@@ -213,12 +197,13 @@ class Writer:
             raise ConfigError(
                 f"Writer.begin: generation = {shown(generation)}; give an integer from 1 to {MOST_GENERATION}"
             )
-        self._metadata = _json("metadata", metadata or {})
+        checked = _json("metadata", metadata or {})
         self._make_folders()
         self._lock = RankLock(self.folder, self.files)
         try:
             self._lock.take()
             self._begin(number, parent, expected_bytes)
+            self._contents = Contents(self.generation, self.rank, self.world, self.parent, checked)
             self._state = _OPEN
         except BaseException:
             self._release()
@@ -277,7 +262,7 @@ class Writer:
         assert self._segments is not None
         try:
             files = self._segments.finish()
-            records = self._records(files)
+            records = self._contents.records(files)
             answer = catalogue.write(self.folder, records, {self.generation}, set(published(self.path)), self.files)
             body = {
                 "generation": self.generation,
@@ -293,10 +278,10 @@ class Writer:
                 "created": float(self._clock()),
                 "tables": {
                     name: {"rows": table.rows, "erased": table.erased, "bytes": table.bytes, "whole": table.whole}
-                    for name, table in self._tables.items()
+                    for name, table in self._contents.tables.items()
                 },
             }
-            if any(table.filter_changes for table in self._tables.values()):
+            if any(table.filter_changes for table in self._contents.tables.values()):
                 body["features"] = FILTER_CHANGES
             write_commit(self.files, self.folder, self.generation, body)
         except BaseException:
@@ -398,23 +383,9 @@ class Writer:
             The name was given to another table of this generation.
         """
         self._check(_OPEN)
-        one = self._table(description, whole)
+        one = self._contents.table(description, whole)
         if metadata is not None:
             one.metadata = _json("metadata", metadata)
-
-    def _table(self, description: TableDescription, whole: bool | None = None) -> _Table:
-        one = self._tables.get(description.name)
-        if one is None:
-            new = self.parent is None or description.name not in self.parent.tables
-            if whole is False and new:
-                raise ConfigError(f"table {description.name!r}: the parent lacks it, so it must be written whole")
-            one = _Table(len(self._tables), description, new if whole is None else bool(whole))
-            self._tables[description.name] = one
-        elif one.description is not description and one.description != description:
-            raise ConfigError(f"table {description.name!r}: two tables of one name in a generation; name them apart")
-        elif whole is not None and whole != one.whole:
-            raise ConfigError(f"table {description.name!r}: whole = {whole} after its first rows; say so before")
-        return one
 
     def rows_per_chunk(self, description: TableDescription) -> int:
         """Rows of a full chunk: pieces of a multiple of this size waste nothing."""
@@ -461,12 +432,12 @@ class Writer:
             "state": state,
         }
         columns = chunk.columns_of(ROWS, description)
-        arrays = _checked(description.name, columns, given, len(keys))
+        arrays = chunk.checked(description.name, columns, given, len(keys))
         if vshards is not None and len(keys):
             low, high = vshards_in(arrays["keys"])
             if low < vshards[0] or high > vshards[1]:
                 raise ShapeError(f"table {description.name!r}: keys of vshards {low} to {high - 1} outside {vshards}")
-        one = self._table(description)
+        one = self._contents.table(description)
         self._write_pieces(one, ROWS, columns, arrays, len(keys))
         one.rows += len(keys)
 
@@ -482,7 +453,7 @@ class Writer:
     def write_filled(self, description: TableDescription, count: int) -> None:
         """Write the rows that `rows_to_fill` has given room for."""
         self._check(_OPEN)
-        one = self._table(description)
+        one = self._contents.table(description)
         self._write_chunk(one, ROWS, chunk.columns_of(ROWS, description), count)
         one.rows += count
 
@@ -490,8 +461,8 @@ class Writer:
         """Write keys, int64 (n,), that the parent has and this generation has not. Only for a table that is not whole."""
         self._check(_OPEN)
         columns = chunk.columns_of(ERASED)
-        arrays = _checked(description.name, columns, {"keys": keys}, len(keys))
-        one = self._table(description)
+        arrays = chunk.checked(description.name, columns, {"keys": keys}, len(keys))
+        one = self._contents.table(description)
         if one.whole:
             raise ConfigError(
                 f"table {description.name!r}: is written whole, so keys that are not written are not in it"
@@ -531,15 +502,15 @@ class Writer:
         self._check(_OPEN)
         columns = chunk.columns_of(WAITING)
         given = {"keys": keys, "frequencies": counts, "timestamps": last}
-        arrays = _checked(description.name, columns, given, len(keys))
+        arrays = chunk.checked(description.name, columns, given, len(keys))
         late_arrays = (
-            None if late is None else _checked(description.name, chunk.columns_of(LATE), {"keys": late}, len(late))
+            None if late is None else chunk.checked(description.name, chunk.columns_of(LATE), {"keys": late}, len(late))
         )
         gone_arrays = (
-            None if gone is None else _checked(description.name, chunk.columns_of(GONE), {"keys": gone}, len(gone))
+            None if gone is None else chunk.checked(description.name, chunk.columns_of(GONE), {"keys": gone}, len(gone))
         )
         checked = _json("numbers", numbers or {})
-        one = self._table(description)
+        one = self._contents.table(description)
         if (one.filter is not None and one.filter_changes != changes) or (changes and one.whole):
             raise ConfigError(
                 f"table {description.name!r}: its filter, or the table, is written whole, so no changes of it are"
@@ -566,9 +537,9 @@ class Writer:
         self._check(_OPEN)
         if not isinstance(name, str) or not name:
             raise ConfigError(f"write_state: name = {name!r}; give a non-empty string")
-        if name in self._blobs:
+        if name in self._contents.blobs:
             raise ConfigError(f"write_state: {name!r} was written already; name them apart")
-        records = self._blobs.setdefault(name, [])
+        records = self._contents.blobs.setdefault(name, [])
         columns = chunk.columns_of(BLOB)
         most = chunk.rows_per_chunk(columns, self.chunk_bytes)
         for content in pieces:
@@ -581,7 +552,7 @@ class Writer:
     # --------------------------------------------------------------------------------------------------------- writing
 
     def _write_pieces(
-        self, one: _Table, kind: int, columns: tuple[Column, ...], arrays: dict[str, npt.NDArray[Any]], count: int
+        self, one: WrittenTable, kind: int, columns: tuple[Column, ...], arrays: dict[str, npt.NDArray[Any]], count: int
     ) -> None:
         most = chunk.rows_per_chunk(columns, self.chunk_bytes)
         for begin in range(0, count, most):
@@ -590,7 +561,7 @@ class Writer:
                 view[:] = arrays[name][begin : begin + rows]
             self._write_chunk(one, kind, columns, rows)
 
-    def _write_chunk(self, one: _Table, kind: int, columns: tuple[Column, ...], rows: int) -> None:
+    def _write_chunk(self, one: WrittenTable, kind: int, columns: tuple[Column, ...], rows: int) -> None:
         if rows == 0:
             return
         vshards = vshards_in(self._buffer.lay_out(columns, rows)["keys"])
@@ -634,55 +605,12 @@ class Writer:
         self._buffer = self._behind.pop(0) if free else ChunkBuffer()
         return len(content)
 
-    def _records(self, files: list[tuple[str, int]]) -> list[catalogue.Record]:
-        """All records of the generation, in the order of their keys."""
-        generation = self.generation
-        names = list(self._blobs)
-        body = {
-            "parent": self.parent.generation if self.parent else None,
-            "rank": self.rank,
-            "world": self.world,
-            "files": files,
-            "tables": list(self._tables),
-            "blobs": names,
-            "metadata": self._metadata,
-        }
-        records = [(catalogue.key_of(generation, catalogue.GENERATION), _text(body))]
-        for one in self._tables.values():
-            about = {
-                "description": one.description.to_json(),
-                "whole": one.whole,
-                "rows": one.rows,
-                "erased": one.erased,
-                "chunks": len(one.records),
-                "filter": one.filter,
-                "metadata": one.metadata,
-            }
-            if one.filter_changes:
-                about["filter_changes"] = True
-            records.append((catalogue.key_of(generation, catalogue.TABLE, one.number), _text(about)))
-        for one in self._tables.values():
-            records += _pages(generation, catalogue.CHUNKS, one.number, one.records)
-        for number, name in enumerate(names):
-            records += _pages(generation, catalogue.BLOB_CHUNKS, number, self._blobs[name])
-        return records
-
 
 def vshards_in(keys: npt.NDArray[np.int64]) -> tuple[int, int]:
     """First vshard of the keys, and last + 1."""
     hashes = hash_keys(keys)
     shift = 64 - VSHARDS.bit_length() + 1
     return int(hashes.min()) >> shift, (int(hashes.max()) >> shift) + 1
-
-
-def _pages(generation: int, kind: int, table: int, records: list[tuple[Any, ...]]) -> Iterable[catalogue.Record]:
-    for page, begin in enumerate(range(0, len(records), catalogue.PAGE_RECORDS)):
-        content = np.array(records[begin : begin + catalogue.PAGE_RECORDS], catalogue.CHUNK_RECORD)
-        yield catalogue.key_of(generation, kind, table, page), content.tobytes()
-
-
-def _text(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _json(what: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -696,21 +624,3 @@ def _json(what: str, body: dict[str, Any]) -> dict[str, Any]:
             f"{what} is no JSON object ({error}); give numbers, strings, lists and dicts of them"
         ) from None
     return copy
-
-
-def _checked(name: str, columns: tuple[Column, ...], given: dict[str, Any], count: int) -> dict[str, npt.NDArray[Any]]:
-    """The arrays for `columns`, each of the right dtype and shape; `ShapeError` else, also for one too many."""
-    checked = {}
-    for column in columns:
-        what = chunk.ROLE_NAMES[column.role]
-        wanted = chunk.DTYPES[column.dtype]
-        shape = (count, column.width) if column.role in (chunk.WEIGHTS, chunk.STATE) else (count,)
-        array = given[what]
-        if not isinstance(array, np.ndarray) or array.dtype != wanted or array.shape != shape:
-            found = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise ShapeError(f"table {name!r}: {what} is {found}; give {wanted} of shape {shape}")
-        checked[what] = array
-    for what, array in given.items():
-        if what not in checked and array is not None and np.size(array):
-            raise ShapeError(f"table {name!r}: has no {what}; leave them out")
-    return checked

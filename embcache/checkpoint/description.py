@@ -55,7 +55,9 @@ class TableDescription:
             raise ConfigError(f"{owner}: name = {self.name!r}; give a non-empty string")
         for what, value, low in (("dim", self.dim, 1), ("state_dim", self.state_dim, 0)):
             if type(value) is not int or not low <= value <= 8 * _MOST_DIM:
-                raise ConfigError(f"{owner} of {self.name!r}: {what} = {shown(value)}; give an integer >= {low}")
+                raise ConfigError(
+                    f"{owner} of {self.name!r}: {what} = {shown(value)}; give an integer from {low} to {8 * _MOST_DIM}"
+                )
         row_type(f"{owner} of {self.name!r}", self.dtype)
 
     @property

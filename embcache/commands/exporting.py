@@ -99,7 +99,7 @@ def _sparse(source: Source, content: str, kind: str, count: int, output: Output)
     about = json.dumps(description.to_json())
     writer: Writer
     if kind == "parquet":
-        writer = ParquetWriter(content, description, about)
+        writer = ParquetWriter(content, description, about, count)
     else:
         writer = (NpzWriter if kind == "npz" else SafetensorsWriter)(content, description, about, count)
     done = 0

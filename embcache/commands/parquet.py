@@ -2,11 +2,15 @@
 
 Columns have the names of the arrays (``keys``, ``weights``, ``state``, ``frequencies``, ``timestamps``); weights and state are
 lists of one length. Row groups are read a few pages at a time.
+
+What ends a file says of each of its row groups where it lies, and is in memory as a whole, as is a group that is being filled: groups are
+larger where there is more to write, so that both stay small. (Of 1 TB, groups of 70 MB, and 140 MB for the end.)
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -22,6 +26,7 @@ from .streams import DESCRIPTION
 __all__ = ["ParquetArrays", "ParquetWriter", "arrow_package"]
 
 _GROUP_BYTES = 16 << 20
+_ENDING_BYTES = 10_000  # of memory for each group, as measured of five columns
 _BUFFER_BYTES = 1 << 20
 _COUNTERS = ("frequencies", "timestamps")
 
@@ -160,9 +165,9 @@ class ParquetArrays:
 
 
 class ParquetWriter:
-    """See `outgoing.Writer`; bfloat16 becomes float32."""
+    """See `outgoing.Writer`; bfloat16 becomes float32. `count` rows are expected."""
 
-    def __init__(self, path: str, description: TableDescription, about: str) -> None:
+    def __init__(self, path: str, description: TableDescription, about: str, count: int) -> None:
         arrow = self._arrow = arrow_package()
         self._description = description
         self._kind = ROW_TYPES[description.dtype]
@@ -174,6 +179,7 @@ class ParquetWriter:
             fields += [(one, arrow.int64()) for one in _COUNTERS]
         self._schema = arrow.schema(fields, metadata={DESCRIPTION: about})
         self._writer = arrow.parquet.ParquetWriter(path, self._schema, compression="none", use_dictionary=False)
+        self._group_bytes = max(_GROUP_BYTES, math.isqrt(count * description.row_bytes * _ENDING_BYTES // 2))
         self._pending: list[Any] = []
         self._held = 0
 
@@ -187,7 +193,7 @@ class ParquetWriter:
             columns += [arrow.array(rows.frequencies.copy()), arrow.array(rows.timestamps.copy())]
         self._pending.append(arrow.RecordBatch.from_arrays(columns, schema=self._schema))
         self._held += n * self._description.row_bytes
-        if self._held > _GROUP_BYTES:
+        if self._held > self._group_bytes:
             self._flush()
 
     def _lists(self, numbers: Any) -> Any:

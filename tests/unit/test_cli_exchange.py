@@ -16,6 +16,7 @@ from exchanged import content, expected, run
 
 from embcache.checkpoint import Reader, TableDescription, Writer
 from embcache.commands import gathering, importing, ordering, sources
+from embcache.commands import parquet as module_of_parquet
 from embcache.commands.outgoing import npy_header, safetensors_header
 from embcache.table import EmbTable
 
@@ -148,6 +149,23 @@ def test_parquet_of_others_and_what_is_wrong_with_it(tmp_path: Path, capsys: pyt
         code, result = run(capsys, "import", tmp_path / f"{name}.parquet", tmp_path / "bad")
         assert code in (1, 2) and result["error"]["type"] in ("CorruptionError", "ConfigError"), (name, result)
     assert not (tmp_path / "bad").exists()
+
+
+def test_groups_of_a_parquet_file_are_larger_where_there_are_more_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is in memory as a whole, some kilobytes for each group."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(module_of_parquet, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    groups = []
+    for rows in (2000, 32_000):
+        np.savez(tmp_path / "plain.npz", keys=np.arange(rows), weights=np.ones((rows, 4), np.float32))
+        assert run(capsys, "import", tmp_path / "plain.npz", tmp_path / "one", "--force", "--to", "directory")[0] == 0
+        monkeypatch.setattr(module_of_parquet, "_ENDING_BYTES", 100)
+        assert run(capsys, "export", tmp_path / "one", tmp_path / "file.parquet", "--force")[0] == 0
+        groups.append(parquet.ParquetFile(tmp_path / "file.parquet").metadata.num_row_groups)
+    assert groups[0] > 10 and groups[1] < 6 * groups[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------- dense

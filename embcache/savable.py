@@ -100,7 +100,7 @@ class Savable:
         that: of all collections of a model the same step. A second save, `restore`, `rebalance` and `close` wait for it.
 
         Rows that training is about to change are copied out before, 256 MiB of them at most, then the next batch waits to be
-        planned; besides a save takes one byte for each host row. From the first save on, a filter has a bit for each waiting key and each counter of its sketch
+        planned; besides a save takes one byte for each host row, and a bit for each slot. From the first save on, a filter has a bit for each waiting key and each counter of its sketch
         (and 8 bytes for each key that has ceased to wait since the last one), so that a delta has of it what has changed.
         """
         return save_managers(path, self.saved_managers(), delta=delta, background=background, state=state, keep=keep)

@@ -8,7 +8,7 @@ as it was at the cut until a batch that uses it may train, and that is not befor
 is evicted or changed by hand. So when a plan comes in, rows that it concerns and that have not been written are copied out first:
 what is copied is at most what training touches while the save goes on. The sweep takes the door for some rows at a time.
 
-Memory: one byte a row, and the copies, which are written first. Above `KEPT_BYTES` of them the next batch waits to be planned.
+Memory: one byte a row, a bit a slot (whose row needs no look any more: `ec_cache.h`, settled), and the copies, which are written first. Above `KEPT_BYTES` of them the next batch waits to be planned.
 Should the save fail, the tables get their changes back, and the next delta has them.
 
 Ctrl-C may come between any two statements. So whatever has an effect comes behind a statement that would end the save (`SaveJob.end`,

@@ -29,7 +29,7 @@ def place() -> Iterator[Path]:
 
 
 def make(path: Path) -> None:
-    """A full generation, a delta, and a full one, by two ranks."""
+    """A full generation, a delta, of the filter too, and a full one, by two ranks."""
     for step, parent in ((1, None), (2, 1), (3, None)):
         writers = [Writer(path, rank, 2) for rank in range(2)]
         for rank, writer in enumerate(writers):
@@ -40,7 +40,8 @@ def make(path: Path) -> None:
             writer.write_rows(DESCRIPTION, keys, ones, ones[:, :1].copy(), keys, keys)
             if parent:
                 writer.write_erased(DESCRIPTION, KEYS[rank + 2 :: 6])
-            writer.write_filter(DESCRIPTION, keys, keys, keys, keys[:2], {"newest": step})
+            changes = {} if parent is None else {"changes": True, "gone": KEYS[rank + 4 :: 6]}
+            writer.write_filter(DESCRIPTION, keys, step * keys, keys, keys[:2], {"newest": step}, **changes)
             writer.write_state(f"loader {rank}", b"at %d" % step)
             writer.commit()
         writers[0].publish()

@@ -34,6 +34,7 @@ DIM = 64
 ROW_BYTES = 8 + 4 * DIM
 PIECE = 1 << 16
 LMDB_SHARE = 8  # a record for each row is so slow that an eighth of the rows must do
+BATCHES = 128  # of steps beside a save; a save is over before they come again
 MEGABYTES = Unit("MB/s", 1.0, rate=True)
 NANOSECONDS = Unit("ns", 1e-9, rate=False)
 
@@ -328,7 +329,8 @@ class Steps:
     def __init__(self, path: Path) -> None:
         self.shape, self.path = Shape(1, 1_000_000, DIM), path
         self._step = OurStep(self.shape, "RowWiseAdagrad")
-        self._batches = draw(self.shape, "zipf", 20)
+        # Not few in turn: a step beside a save pays for rows that no step of that save has used yet.
+        self._batches = draw(self.shape, "zipf", 20, count=BATCHES)
         self._number = 0
         self._step.collection.save(path)
 

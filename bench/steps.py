@@ -58,15 +58,15 @@ def features_of(shape: Shape, ids: np.ndarray, lengths: np.ndarray) -> ec.Jagged
     return ec.JaggedFeatures(names(shape), torch.from_numpy(keys_of(ids)), torch.from_numpy(lengths))
 
 
-def draw(shape: Shape, kind: str, pooling: int, seed: int = 1) -> list[Batch]:
-    """Batches of bags of `pooling` ids."""
+def draw(shape: Shape, kind: str, pooling: int, seed: int = 1, count: int = QUERY_SETS) -> list[Batch]:
+    """`count` batches of bags of `pooling` ids."""
     sampler = Sampler(shape.rows)  # who is hot is the same for every seed
     if seed != 1:
         sampler.rng = np.random.default_rng(seed)
     lengths = np.full(shape.tables * BATCH, pooling, dtype=np.int64)
     offsets = torch.from_numpy(np.arange(len(lengths) + 1, dtype=np.int64) * pooling)
     batches = []
-    for _ in range(QUERY_SETS):
+    for _ in range(count):
         ids = sampler.draw(kind, shape.tables * BATCH * pooling)
         gradient = sampler.rng.standard_normal((BATCH, shape.tables * shape.dim), dtype=np.float32)
         batches.append(

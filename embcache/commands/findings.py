@@ -7,6 +7,7 @@ process, so a surprise of our own is a finding as well.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ from ..checkpoint import Finding, verify
 from ..checkpoint.catalogue import problems_of
 from ..checkpoint.chunk import ALIGNMENT, ChunkBuffer, open_chunk, read_header
 from ..checkpoint.sealed import COMMIT, MANIFEST, SEALED_BYTES, SEGMENT, read, unseal
-from ..errors import ConfigError, CorruptionError, EmbCacheError, LockedError
+from ..errors import ConfigError, CorruptionError, EmbCacheError, LockedError, StorageError
 from .output import FINDINGS, FINE, Output, bytes_text
 from .paths import CHECKPOINT, FILE, TABLE, kind_of
 
@@ -74,8 +75,8 @@ def examine(path: str, progress: Callable[[int, int], object] | None = None) -> 
     ------
     ConfigError
         Nothing is there, or something that no one would verify: a pipe, the header of a table directory.
-    LockedError
-        A table directory is in use.
+    LockedError, StorageError
+        A table directory is in use, or lies where it cannot be locked.
     """
     report = progress or (lambda done, total: None)
     try:
@@ -94,6 +95,10 @@ def examine(path: str, progress: Callable[[int, int], object] | None = None) -> 
         return [Finding("damage", None, f"{path}: is a {what}: neither a checkpoint nor a table directory")]
     except LockedError:
         raise
+    except StorageError as error:
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise  # a directory is locked while it is looked at: that it cannot be here says nothing about what it holds
+        return [Finding("damage", None, str(error))]
     except EmbCacheError as error:
         return [Finding("damage", getattr(error, "generation", None), str(error))]
     except OSError as error:

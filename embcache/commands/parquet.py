@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint import Rows, TableDescription
+from ..checkpoint.files import refusals
 from ..errors import ConfigError, CorruptionError
 from ..rowtypes import ROW_TYPES
 from .incoming import Pieces
@@ -178,6 +179,7 @@ class ParquetWriter:
         if description.with_filter:
             fields += [(one, arrow.int64()) for one in _COUNTERS]
         self._schema = arrow.schema(fields, metadata={DESCRIPTION: about})
+        self._path = path
         self._writer = arrow.parquet.ParquetWriter(path, self._schema, compression="none", use_dictionary=False)
         self._group_bytes = max(_GROUP_BYTES, math.isqrt(count * description.row_bytes * _ENDING_BYTES // 2))
         self._pending: list[Any] = []
@@ -202,10 +204,12 @@ class ParquetWriter:
 
     def _flush(self) -> None:
         if self._pending:
-            self._writer.write_table(self._arrow.Table.from_batches(self._pending))
+            with refusals(self._path, "exporting"):
+                self._writer.write_table(self._arrow.Table.from_batches(self._pending))
         self._pending, self._held = [], 0
 
     def end(self) -> None:
         """Write what is left, and what ends the file."""
         self._flush()
-        self._writer.close()
+        with refusals(self._path, "exporting"):
+            self._writer.close()

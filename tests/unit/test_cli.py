@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,9 +19,17 @@ import pytest
 import embcache
 from embcache.checkpoint import Finding, Reader, TableDescription, Writer
 from embcache.cli import main, parser
+from embcache.commands import findings
 from embcache.commands.findings import examine
 from embcache.commands.output import Output, code_of
-from embcache.errors import ConfigError, CorruptionError, DiskFullError, LockedError, UncleanDirectoryError
+from embcache.errors import (
+    ConfigError,
+    CorruptionError,
+    DiskFullError,
+    LockedError,
+    StorageError,
+    UncleanDirectoryError,
+)
 from embcache.table import EmbTable
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +160,19 @@ def test_verify_of_a_table_directory(tmp_path: Path, capsys: pytest.CaptureFixtu
     (path / "header").unlink()
     assert run(capsys, "verify", path)[0] == 1
     assert not (path / "header").exists()
+
+
+def test_a_table_directory_that_cannot_be_locked_is_no_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a medium that nobody may write to."""
+    EmbTable("t", 4, directory=tmp_path / "t").close()
+
+    def refuse(path: str, owner: str) -> None:
+        raise StorageError(errno.EROFS, "opening it: Read-only file system", path)
+
+    monkeypatch.setattr(findings, "Directory", refuse)
+    assert main(["verify", str(tmp_path / "t")]) == 3 and "Read-only" in capsys.readouterr().err
 
 
 def test_verify_of_what_nobody_would_verify_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -326,7 +326,12 @@ def reordered(batch: ec.JaggedFeatures, names: list[str]) -> ec.JaggedFeatures:
         return None if tensor is None else torch.cat([tensor[piece] for piece in pieces])
 
     return ec.JaggedFeatures(
-        names, cut(batch.values()), lengths, cut(batch.weights_or_none()), cut(batch.timestamps_or_none())
+        names,
+        cut(batch.values()),
+        lengths,
+        cut(batch.weights_or_none()),
+        cut(batch.timestamps_or_none()),
+        batch.labels_or_none(),
     )
 
 

@@ -4,7 +4,7 @@
 
 replays traces as `bench_hit_ratio.py` does, in batches, through planners whose filters count in a sketch, and prints a
 table in Markdown. Over-counts are the sketch's estimates, read off its exported cells, less the true counts of its window,
-over all keys of the window, at eight times in the trace; no key is admitted meanwhile. Early and late are keys admitted in a batch
+over all keys of the window that fit into a counter, at eight times in the trace; no key is admitted meanwhile. Early and late are keys admitted in a batch
 before, or after, the one in which exact counts admit them, of all keys that exact counts admit. Nothing here is timed.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench_hit_ratio import traces
+from embcache._core.digest import hash_keys
 from embcache._core.swap import SwapManager
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig
@@ -25,7 +26,8 @@ from plans import finish
 BATCH = 1024
 SIZES = (4096, 16384, 65536)
 THRESHOLD = 3
-NEVER_ADMITS = 2**16 - 1  # its counters have two bytes: twice the memory for as many of them
+TOP = 2**8 - 1  # of a counter
+NEVER = 1e-30  # is a key admitted
 STATED_SHARE = 0.037  # of estimates that are too high by 2 or more
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 SKETCH_ROWS = 4
@@ -39,25 +41,31 @@ def mixed(x: np.ndarray) -> np.ndarray:
 
 
 def estimates(state: dict[str, np.ndarray], keys: np.ndarray) -> np.ndarray:
-    """What the sketch of an exported filter says of `keys`; its seed is 0 and its counters have two bytes."""
-    width = len(state["sketch_young"]) // (2 * SKETCH_ROWS)
+    """What the sketch of an exported filter says of `keys`; its seed is 0, its counters have one byte, and it has several blocks."""
+    blocks = state["sketch_blocks"]
+    width = len(state["sketch_young"]) // (SKETCH_ROWS * blocks)
     first = mixed(keys.astype(np.uint64))
-    second = mixed(first + GOLDEN) | np.uint64(1)
+    second = mixed(first + GOLDEN)
+    low, shift = np.uint64(2**32 - 1), np.uint64(32)
+    block = blocks_of(state, keys)
     total = np.zeros(len(keys), np.int64)
     for name in ("sketch_young", "sketch_old"):
-        cells, least = state[name].view(np.uint16).reshape(SKETCH_ROWS, width), np.full(len(keys), NEVER_ADMITS)
-        for row in range(SKETCH_ROWS):
-            hashes = first + np.uint64(row) * second
-            low, high = hashes & np.uint64(2**32 - 1), hashes >> np.uint64(32)
-            place = (high * np.uint64(width) + (low * np.uint64(width) >> np.uint64(32))) >> np.uint64(32)
-            least = np.minimum(least, cells[row][place.astype(np.int64)])
+        cells, least = state[name].reshape(blocks, SKETCH_ROWS, width), np.full(len(keys), TOP)
+        for row, half in enumerate((first >> shift, first & low, second >> shift, second & low)):
+            place = half * np.uint64(width) >> shift
+            least = np.minimum(least, cells[block, row, place.astype(np.int64)])
         total += least
     return total
 
 
-def planner(sketch_bytes: int, threshold: int) -> SwapManager:
+def blocks_of(state: dict[str, np.ndarray], keys: np.ndarray) -> np.ndarray:
+    """The block in which each key counts."""
+    return (hash_keys(keys) >> np.uint64(52)).astype(np.int64) * state["sketch_blocks"] // 4096
+
+
+def planner(sketch_bytes: int, chance: float = 1.0) -> SwapManager:
     """A planner of one table whose filter counts in a sketch, or exactly for 0 bytes."""
-    config = AdmitAndEvictConfig(admit_threshold=threshold, sketch_bytes=sketch_bytes)
+    config = AdmitAndEvictConfig(admit_threshold=THRESHOLD, sketch_bytes=sketch_bytes, admit_probability=chance)
     return SwapManager([Table("sketch", 1, with_filter=True)], [1 << 17], [config], num_threads=1)
 
 
@@ -68,22 +76,32 @@ def batches(keys: np.ndarray) -> Iterator[np.ndarray]:
 
 def over_counts(keys: np.ndarray, sketch_bytes: int) -> np.ndarray:
     """Estimates less true counts, of every key of the window at eight times."""
-    manager, found = planner(2 * sketch_bytes, NEVER_ADMITS), []
+    manager, found = planner(sketch_bytes, NEVER), []
     stops = set(np.linspace(0, len(keys) // BATCH, 9).astype(int)[1:].tolist())
     for number, batch in enumerate(batches(keys), 1):
         finish(manager)(manager.plan(batch, np.array([0, len(batch)])))
         if number in stops:
-            state, done = manager.export_filter(0), min(number * BATCH, len(keys))
-            window = keys[done - state["sketch_added"] - state["sketch_old_added"] : done]
-            distinct, counts = np.unique(window, return_counts=True)
-            found.append(estimates(state, distinct) - counts)
+            state = manager.export_filter(0)
+            distinct, counts = in_window(state, keys[: min(number * BATCH, len(keys))])
+            fits = counts <= TOP
+            found.append(estimates(state, distinct[fits]) - counts[fits])
     manager.close()
     return np.concatenate(found)
 
 
+def in_window(state: dict[str, np.ndarray], keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The keys that both generations hold, and how often: of each block those that came to it last."""
+    window = state["sketch_clocks"].reshape(-1, 3)[:, :2].sum(axis=1)
+    keys = np.ascontiguousarray(keys[::-1])
+    order = np.argsort(blocks_of(state, keys), kind="stable")
+    block = blocks_of(state, keys)[order]
+    rank = np.arange(len(keys)) - np.searchsorted(block, block)
+    return np.unique(keys[order][rank < window[block]], return_counts=True)
+
+
 def admissions(keys: np.ndarray, sketch_bytes: int) -> dict[int, int]:
     """Key -> number of the batch that admits it."""
-    manager = planner(sketch_bytes, THRESHOLD)
+    manager = planner(sketch_bytes)
     when: dict[int, int] = {}
     for number, batch in enumerate(batches(keys)):
         plan = manager.plan(batch, np.array([0, len(batch)]))

@@ -364,9 +364,13 @@ class AdmitAndEvictConfig:
         ``_core/include/ec_sketch.h``). Its counts are never too low within its window, and too high by 2 or more in at
         most 3.7 % of the cases: then a key is admitted early. (A generation ends between batches, so this holds where
         width / 2 is no less than a batch's occurrences; on the traces of ``bench/sketch_error.py``, in batches of 1,024, it was
-        0.02 % or less with 16 KiB, and up to 7.4 % with 4 KiB, a quarter of what such batches ask for.) The window is two generations of up to width / 2 occurrences
+        0.14 % or less with 16 KiB, and up to 8.8 % with 4 KiB, a quarter of what such batches ask for.) The window is two generations of up to width / 2 occurrences
         of waiting keys each, width = ``sketch_bytes`` / 8 for thresholds up to 255 (/ 16 up to 65,535; / 32 above); older
-        occurrences are forgotten, and so are, at a sweep, generations that began before its cut-off. Waiting keys are not
+        occurrences are forgotten, and so are, at a sweep, generations that began before its cut-off. Each of up to 4,096 blocks, by the
+        keys' hashes, has its share of the width and a window of its own; a block is no narrower than 64, nor than 8 times the
+        threshold. Over many ranks the bytes are those of all together, and counts those of one process where each rank's keys are in blocks of
+        their own: at any number of ranks with 4,096 blocks (2 MiB and a threshold up to 8, say), at powers of two up to the number of blocks
+        with fewer. Waiting keys are not
         listed and not swept one by one: `forgotten` does not count them. 0 is off (exact counts); else 1,024 or more, with
         an `admit_threshold` of 2 or more and policy ``"count"``.
     """

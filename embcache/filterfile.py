@@ -1,7 +1,8 @@
 """The state of a filter as bytes, for the directory of a file-backed table.
 
 One JSON object (numbers, and of each array its name, dtype and length) behind its own length as int64, then the arrays,
-each padded to 8 bytes. A waiting key takes 24 bytes. Digests are the directory's business.
+each padded to 8 bytes. A waiting key takes 24 bytes. Digests are the directory's business. Format 3 has a sketch in blocks, 2 one of earlier
+versions, or none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .config import AdmitAndEvictConfig
 from .errors import ConfigError, CorruptionError
 
 __all__ = [
+    "CLOCKS",
     "OLD",
     "SKETCHES",
     "SKETCH_CHANGES",
@@ -30,19 +32,19 @@ __all__ = [
     "unpack",
 ]
 
-FORMAT = 2
-YOUNG, OLD, SKETCH_CHANGES = "sketch_young", "sketch_old", "sketch_changes"
+FORMAT, FORMAT_BLOCKS = 2, 3
+YOUNG, OLD, SKETCH_CHANGES, CLOCKS = "sketch_young", "sketch_old", "sketch_changes", "sketch_clocks"
 SKETCHES = (YOUNG, OLD)
 
 
 def sketch_name(table: str, which: str) -> str:
-    """The name of the bytes of one generation of a filter's sketch, or of what has changed in it."""
+    """The name of the bytes of one generation of a filter's sketch, of what has changed in both, or of its blocks' clocks."""
     return f"filter/{table}/{which}"
 
 
 def sketch_blobs(table: str) -> list[str]:
     """The names of all bytes that a generation may have of a table's sketch."""
-    return [sketch_name(table, which) for which in (*SKETCHES, SKETCH_CHANGES)]
+    return [sketch_name(table, which) for which in (*SKETCHES, SKETCH_CHANGES, CLOCKS)]
 
 
 _CELL = "bytes of a sketch's counter (by admit_threshold)"
@@ -76,7 +78,7 @@ def pack_as(state: dict[str, Any], step: int, kept: dict[str, Any]) -> bytes:
     """`pack` by what `meaning` gave of the rule."""
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
     head: dict[str, Any] = {name: int(value) for name, value in state.items() if name not in arrays}
-    head |= {"format": FORMAT, "step": step, "rule": kept}
+    head |= {"format": FORMAT_BLOCKS if state.get("sketch_blocks") else FORMAT, "step": step, "rule": kept}
     head["arrays"] = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
     text = json.dumps(head).encode()
     parts: list[Any] = [len(text).to_bytes(8, "little"), text, bytes(-len(text) % 8)]
@@ -109,7 +111,7 @@ def take_apart(content: bytes, owner: str) -> tuple[dict[str, Any], int, dict[st
     try:
         size = int.from_bytes(content[:8], "little")
         state = json.loads(content[8 : 8 + size])
-        if state.pop("format") != FORMAT:
+        if state.pop("format") not in (FORMAT, FORMAT_BLOCKS):
             raise ValueError
         kept, step, at = dict(state.pop("rule")), int(state.pop("step")), 8 + (size + 7) // 8 * 8
         for name, dtype, length in state.pop("arrays"):

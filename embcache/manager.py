@@ -29,6 +29,7 @@ from ._core.swap import PEEK_ABSENT, PEEK_DEFAULT, PEEK_ROW, PEEK_SLOT, SwapMana
 from ._core.table import Table
 from .budget import row_bytes, split_budget
 from .buffer import HbmBuffer
+from .checkpoint.names import VSHARDS
 from .config import Adagrad, OptimizerSpec, TableConfig
 from .devices import Emulated, backend_for
 from .errors import ConfigError, EmbCacheError, HbmCapacityError, HostMemoryError, PlanError, StorageError, whole_number
@@ -80,6 +81,9 @@ class EmbCacheManager(Savable):
         `embcache.simulate` counts hits over a trace.
     num_threads : int, optional
         Threads of planning and row kernels. Results never depend on it.
+    vshards : (int, int)
+        First and last + 1 of those of the 4,096 whose keys this manager gets, where others have the rest: it has of a filter's sketch what is
+        of these.
 
     Raises
     ------
@@ -113,6 +117,7 @@ class EmbCacheManager(Savable):
         hbm_bytes: int | None = None,
         policy: str = "lru",
         num_threads: int | None = None,
+        vshards: tuple[int, int] = (0, VSHARDS),
     ) -> None:
         self.layout = TableLayout(tables)
         if not isinstance(optimizer, OptimizerSpec):
@@ -124,7 +129,7 @@ class EmbCacheManager(Savable):
             )
         self.spec = optimizer
         self.backend = backend_for(device, num_threads=num_threads)
-        self._policy, self._num_threads = policy, num_threads
+        self._policy, self._num_threads, self._vshards = policy, num_threads, vshards
         self._hbm_bytes, self._headroom = budget, 4
         configs = self.layout.tables
         capacities = self._first_capacities()
@@ -199,6 +204,7 @@ class EmbCacheManager(Savable):
             filters,
             policy=self._policy,
             num_threads=self._num_threads,
+            vshards=self._vshards,
         )
 
     # ---------------------------------------------------------------------------------------------- slots of each table

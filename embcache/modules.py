@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ._core.notice import Notice
+from .checkpoint import vshards_of
 from .config import OptimizerSpec, TableConfig
 from .devices import Emulated, GroupLookup
 from .errors import ConfigError, HbmCapacityError, PlanError
@@ -199,7 +200,13 @@ class CachedCollection(Savable, nn.Module):
     ) -> None:
         """Make the manager and the fused update; with optimizer and device known, and not before."""
         self._manager = EmbCacheManager(
-            tables, optimizer=optimizer, device=device, hbm_bytes=hbm_bytes, policy=policy, num_threads=num_threads
+            tables,
+            optimizer=optimizer,
+            device=device,
+            hbm_bytes=hbm_bytes,
+            policy=policy,
+            num_threads=num_threads,
+            vshards=vshards_of(*((0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world))),
         )
         self._update = self._make_update(accumulate)
 

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
-from embcache._core.filter cimport FeatureFilter, ec_filter
+from embcache._core.filter cimport FeatureFilter, ec_filter, ec_sketch, ec_sketch_clock
 from embcache._core.plan cimport ec_part, ec_plan
 from embcache._core.swap cimport SwapManager, ec_cache, ec_overlay, ec_side
 
@@ -30,9 +30,7 @@ cdef extern from "ec_cut.h":
         int64_t epoch
         int64_t cutoff
         int64_t waiting_cutoff
-        int64_t added
-        int64_t old_added
-        int64_t since
+        const ec_sketch_clock *clocks  # of the sketch's blocks
 
     int ec_cut_make(ec_cut *cut, const ec_side *s, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
     void ec_cut_free(ec_cut *cut) noexcept nogil
@@ -59,16 +57,12 @@ cdef extern from "ec_filtercut.h":
         int64_t raised
         ec_vec gone
 
-    ctypedef struct ec_filtercut_block:
-        int64_t read
-
     ctypedef struct ec_filtercut:
         int64_t size
         int64_t read
-        int64_t block_bytes
+        int64_t half
+        int64_t sketch_read
         ec_vec kept
-        ec_filtercut_block young
-        ec_filtercut_block old
         int32_t cell_bytes
         const ec_filter_news *news
 
@@ -80,9 +74,9 @@ cdef extern from "ec_filtercut.h":
     int ec_filtercut_look(ec_filtercut *c, const ec_filter *f, int64_t t, ec_plan **plans, int64_t plan_count) noexcept nogil
     int ec_filtercut_keep(ec_filtercut *c, const ec_filter *f, const int64_t *keys, int64_t n) noexcept nogil
     int64_t ec_filtercut_read(ec_filtercut *c, const ec_filter *f, int64_t most, ec_filter_entry *entries, uint8_t *changed) noexcept nogil
-    int64_t ec_filtercut_read_raised(ec_filtercut *c, int64_t most, uint32_t *places, char *values) noexcept nogil
+    int64_t ec_filtercut_read_raised(ec_filtercut *c, const ec_filter *f, int64_t most, uint32_t *places, char *values) noexcept nogil
     void ec_filtercut_mend_raised(const ec_filtercut *c, const uint32_t *places, int64_t n, char *values) noexcept nogil
-    int64_t ec_filtercut_read_block(ec_filtercut *c, ec_filtercut_block *b, int64_t most, char *whole) noexcept nogil
+    void ec_filtercut_read_sketch(ec_filtercut *c, const ec_filter *f, int64_t most, char *whole) noexcept nogil
     void ec_filtercut_mend(const ec_filtercut *c, char *whole) noexcept nogil
 
 
@@ -103,6 +97,8 @@ cdef class FilterCut:
     cdef int64_t t
     cdef readonly dict numbers
     cdef readonly dict sketches
+    cdef object clocks           # int64[3 * blocks here]: those of the sketch
+    cdef object sketch           # uint8: both generations, where all is read
     cdef object late             # int64 array of keys that are not dead, or None: nobody is
     cdef list dead               # int64 arrays of waiting keys that were found dead
     cdef readonly bint whole     # whether all of it is read, not only what has changed

@@ -14,7 +14,7 @@ from cython cimport final
 from libc.stdint cimport INT64_MIN, int64_t, uint8_t, uint32_t
 from libc.string cimport memcpy, memset
 
-from embcache._core.filter cimport FeatureFilter
+from embcache._core.filter cimport FeatureFilter, ec_sketch, ec_sketch_clock
 from embcache._core.plan cimport Plan, ec_part
 from embcache._core.swap cimport SwapManager, ec_dead_rows, ec_side, host_memory, int64_array
 from embcache._core.table cimport EC_OK, table_unlock
@@ -459,8 +459,8 @@ cdef class FilterCut:
     numbers : dict
         Those of `FeatureFilter.state`. In a cut no sweep is under way: its pass has ended.
     sketches : dict
-        ``sketch_young`` and ``sketch_old``, uint8 arrays, or ``sketch_changes`` (places as uint32, then values), once `read_sketch` has
-        said that there are no more; without a sketch there is none.
+        ``sketch_young`` and ``sketch_old``, uint8 arrays, or ``sketch_changes`` (places in the one and then the other as uint32, then values), and
+        ``sketch_clocks``, once `read_sketch` has said that there are no more; without a sketch there is none.
 
     Raises
     ------
@@ -476,6 +476,7 @@ cdef class FilterCut:
         cdef int64_t count, most, found
         cdef int64_t[::1] view
         cdef int status, passing
+        cdef ec_sketch *sketch
         planner.enter()
         try:
             self.t = planner.table_number(table)
@@ -488,6 +489,11 @@ cdef class FilterCut:
                 status = ec_filtercut_make(&self.cut, &self.waiters.f, self.t, planner.plans, count, whole, passing)
             if status != EC_OK:
                 raise host_memory("starting to save a filter")
+            sketch = &self.waiters.f.sketch
+            self.clocks = np.empty(3 * sketch.count, np.int64)
+            if sketch.count > 0:
+                view = self.clocks
+                memcpy(&view[0], numbers.clocks, sketch.count * sizeof(ec_sketch_clock))
             if passing:
                 late = np.empty(most + 1, np.int64)
                 view = late
@@ -497,8 +503,7 @@ cdef class FilterCut:
             planner.leave()
         self.numbers = {
             "newest": int(numbers.newest), "epoch": int(numbers.epoch), "cutoff": int(numbers.cutoff),
-            "waiting_cutoff": int(numbers.waiting_cutoff), "sweeping": 0, "sketch_added": int(numbers.added),
-            "sketch_old_added": int(numbers.old_added), "sketch_since": int(numbers.since),
+            "waiting_cutoff": int(numbers.waiting_cutoff), "sweeping": 0, "sketch_blocks": int(sketch.blocks), "sketch_first": int(sketch.first),
         }
         self.sketches, self.dead = {}, []
         self.whole = self.cut.news == NULL
@@ -607,21 +612,23 @@ cdef class FilterCut:
         return np.unique(np.concatenate([keys[:count], *self.dead]))
 
     cdef object room_for_sketch(self):
-        cdef int64_t size = self.cut.block_bytes, count
+        cdef int64_t half = self.cut.half, count
         try:
             if self.whole:
-                self.sketches = {"sketch_young": np.empty(size, np.uint8), "sketch_old": np.empty(size, np.uint8)}
+                self.sketch = np.empty(2 * half, np.uint8)
+                self.sketches = {"sketch_young": self.sketch[:half], "sketch_old": self.sketch[half:]}
             else:
                 count = self.cut.news.raised
                 self.places, self.values = np.empty(count + 1, np.uint32), np.empty((count + 1) * self.cut.cell_bytes, np.uint8)
                 self.sketches = {"sketch_changes": np.empty(0, np.uint8)}
         except MemoryError:
-            raise host_memory(f"a copy of a sketch of {2 * size} bytes") from None
+            raise host_memory(f"a copy of a sketch of {2 * half} bytes") from None
+        self.sketches["sketch_clocks"] = self.clocks.view(np.uint8)
 
     def read_sketch(self, int64_t most):
         """Read about `most` more bytes of the sketch into `sketches`, or look at as many; returns whether there are more."""
-        cdef int64_t size = self.cut.block_bytes
-        cdef uint8_t[::1] young, old
+        cdef int64_t size = 2 * self.cut.half
+        cdef uint8_t[::1] whole
         if size == 0:
             return False
         if not self.sketches:
@@ -631,28 +638,25 @@ cdef class FilterCut:
             self.look_through()
             if not self.whole:
                 self.read_raised(8 * most)
-                return self.cut.young.read < size
-            young, old = self.sketches["sketch_young"], self.sketches["sketch_old"]
+                return self.cut.sketch_read < size
+            whole = self.sketch
             with nogil:
-                if self.cut.young.read < size:
-                    ec_filtercut_read_block(&self.cut, &self.cut.young, most, <char *>&young[0])
-                    if self.cut.young.read == size:
-                        ec_filtercut_mend(&self.cut, <char *>&young[0])
-                else:
-                    ec_filtercut_read_block(&self.cut, &self.cut.old, most, <char *>&old[0])
+                ec_filtercut_read_sketch(&self.cut, &self.waiters.f, most, <char *>&whole[0])
+                if self.cut.sketch_read == size:
+                    ec_filtercut_mend(&self.cut, <char *>&whole[0])
         finally:
             self.planner.leave()
-        return self.cut.young.read < size or self.cut.old.read < size
+        return self.cut.sketch_read < size
 
     cdef int read_raised(self, int64_t most) except -1:
         cdef uint32_t[::1] places = self.places
         cdef uint8_t[::1] values = self.values
         cdef int64_t size = self.cut.cell_bytes, found = self.found
         with nogil:
-            found += ec_filtercut_read_raised(&self.cut, most, &places[found], <char *>&values[found * size])
-            if self.cut.young.read >= self.cut.block_bytes:
+            found += ec_filtercut_read_raised(&self.cut, &self.waiters.f, most, &places[found], <char *>&values[found * size])
+            if self.cut.sketch_read >= 2 * self.cut.half:
                 ec_filtercut_mend_raised(&self.cut, &places[0], found, <char *>&values[0])
         self.found = found
-        if self.cut.young.read >= self.cut.block_bytes:
+        if self.cut.sketch_read >= 2 * self.cut.half:
             self.sketches["sketch_changes"] = np.concatenate([self.places[:found].view(np.uint8), self.values[:found * size]])
         return 0

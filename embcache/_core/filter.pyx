@@ -15,9 +15,10 @@ from embcache.errors import ConfigError, HostMemoryError
 
 from cython cimport final
 from libc.stdint cimport int64_t, uint8_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from embcache._core.arena cimport ec_promises_share, promises
+from embcache._core.digest cimport EC_VSHARDS
 from embcache._core.threads cimport process_mark
 
 ec_promises_share(promises())
@@ -35,10 +36,6 @@ cdef extern from "ec_filter.h":
         int64_t size
         int64_t room
 
-    ctypedef struct ec_block:
-        void *data
-        size_t held
-
     ctypedef struct ec_filter_entry:
         int64_t key
         int64_t count
@@ -50,14 +47,6 @@ cdef extern from "ec_filter.h":
         int64_t at
         int region
         int again
-
-    ctypedef struct ec_sketch:
-        int64_t width
-        ec_block young
-        ec_block old
-        int64_t added
-        int64_t old_added
-        int64_t since
 
     ctypedef struct ec_filter_news:
         ec_vec entries
@@ -85,9 +74,12 @@ cdef extern from "ec_filter.h":
                        const int64_t *late, int64_t late_n) noexcept nogil
     void ec_news_forget(ec_filter_news *n) noexcept nogil
     int ec_filter_check(const ec_filter *f) noexcept nogil
-    size_t ec_sketch_block_bytes(const ec_sketch *k) noexcept nogil
+    int ec_filter_sketch(const ec_filter *f, int64_t blocks, ec_sketch *sketch) noexcept nogil
+    int64_t ec_sketch_bytes(const ec_sketch *k) noexcept nogil
+    void ec_sketch_free(ec_sketch *k) noexcept nogil
 
-_NUMBERS = ("newest", "epoch", "cutoff", "waiting_cutoff", "sweeping", "sketch_added", "sketch_old_added", "sketch_since")
+_NUMBERS = ("newest", "epoch", "cutoff", "waiting_cutoff", "sweeping", "sketch_blocks", "sketch_first")
+_BYTES = ("sketch_young", "sketch_old")
 
 
 @final
@@ -99,6 +91,8 @@ cdef class FeatureFilter:
     config : AdmitAndEvictConfig
     seed : int
         Bucket seed of the index.
+    vshards : (int, int)
+        First and last + 1 of those whose keys come here: a sketch is of these.
 
     Raises
     ------
@@ -111,8 +105,11 @@ cdef class FeatureFilter:
     Made and changed by `SwapManager`; here one can look, and move the whole state of a filter into an empty one.
     """
 
-    def __cinit__(self, config, seed):
+    def __cinit__(self, config, seed, vshards=(0, EC_VSHARDS)):
         cdef ec_filter_rule rule
+        rule.low, rule.high = vshards
+        if not 0 <= rule.low < rule.high <= EC_VSHARDS:
+            raise ConfigError(f"vshards = {vshards!r}; give the first and the last + 1 of some from 0 to {EC_VSHARDS}")
         chance = config.admit_probability
         scores = config.show_click
         rule.admit_threshold = 0 if scores is not None else config.admit_threshold
@@ -187,8 +184,9 @@ cdef class FeatureFilter:
         dict
             ``keys``, ``counts``, ``last`` (int64, keys that wait, sorted by key; with show/click the count is 1 + the bits of
             the score and `last` the number of sweeps up to it), ``late`` (int64, sorted), ``sketch_young``, ``sketch_old``
-            (uint8), and the numbers ``newest``, ``epoch``, ``cutoff``, ``waiting_cutoff``, ``sweeping``, ``sketch_added``,
-            ``sketch_old_added``, ``sketch_since``.
+            (uint8, block by block), ``sketch_clocks`` (int64, for each block that is here occurrences in the young and in the old generation,
+            and the newest timestamp when the young one began), and the numbers ``newest``, ``epoch``, ``cutoff``, ``waiting_cutoff``,
+            ``sweeping``, ``sketch_blocks`` (of the whole table; 0: no sketch) and ``sketch_first`` (the first one here).
 
         Raises
         ------
@@ -213,39 +211,56 @@ cdef class FeatureFilter:
         return {
             "keys": chunk[0].copy(), "counts": chunk[1].copy(), "last": chunk[2].copy(), "late": np.sort(late_keys[:late]),
             "sketch_young": self.cells(full.sketch.young.data), "sketch_old": self.cells(full.sketch.old.data),
+            "sketch_clocks": self.clocks(),
             "newest": int(self.f.newest), "epoch": int(self.f.epoch), "cutoff": int(full.sweep.cutoff),
             "waiting_cutoff": int(full.sweep.waiting_cutoff), "sweeping": int(full.sweep.region != EC_PASS_IDLE),
-            "sketch_added": int(full.sketch.added), "sketch_old_added": int(full.sketch.old_added),
-            "sketch_since": int(full.sketch.since),
+            "sketch_blocks": int(full.sketch.blocks), "sketch_first": int(full.sketch.first),
         }
 
     cdef object cells(self, void *block):
         """A copy of a generation of the sketch."""
-        cdef size_t size = ec_sketch_block_bytes(&(<ec_filter_full *>&self.f).sketch)
+        cdef size_t size = ec_sketch_bytes(&(<ec_filter_full *>&self.f).sketch)
         copy = np.zeros(size, np.uint8)
         cdef uint8_t[::1] view = copy
         if size > 0:
             memcpy(&view[0], block, size)
         return copy
 
+    cdef object clocks(self):
+        """A copy of those of the sketch's blocks."""
+        cdef ec_sketch *sketch = &(<ec_filter_full *>&self.f).sketch
+        copy = np.zeros(3 * sketch.count, np.int64)
+        cdef int64_t[::1] view = copy
+        if sketch.count > 0:
+            memcpy(&view[0], sketch.clocks.data, sketch.count * sizeof(ec_sketch_clock))
+        return copy
+
     def load(self, state):
         """Take over what `state` of another filter gave.
+
+        The sketch has as many blocks as the other one had, whatever a new one would have. Without ``sketch_blocks`` it is an earlier
+        version's: one block, whose clocks are the numbers ``sketch_added``, ``sketch_old_added`` and ``sketch_since``.
 
         Raises
         ------
         ConfigError
             This filter is not empty, or `state` does not fit: an array is missing, of another type or length (the sketch
-            of another `sketch_bytes` or `admit_threshold`), a key is given twice, or a count is below 1.
+            of another `sketch_bytes` or `admit_threshold`, or of other vshards), a key is given twice, or a count is below 1.
         HostMemoryError
             Nothing has changed.
         """
         cdef ec_filter_full *full = <ec_filter_full *>&self.f
-        cdef int64_t size = ec_sketch_block_bytes(&full.sketch)
-        if full.index.size > 0 or full.sketch.added + full.sketch.old_added > 0 or full.sweeps.size > 0:
+        if full.index.size > 0 or self.clocks().reshape(-1, 3)[:, :2].any() or full.sweeps.size > 0:
             raise ConfigError("this filter has counted keys already; load into a new one")
+        if "sketch_blocks" not in state:
+            clock = [state.get(name) for name in ("sketch_added", "sketch_old_added", "sketch_since")]
+            if not all(isinstance(value, (int, np.integer)) for value in clock):
+                raise ConfigError(f"filter state: sketch_added, sketch_old_added, sketch_since = {clock!r}; give three integers")
+            held = full.sketch.width > 0
+            state = {**state, "sketch_blocks": int(held), "sketch_first": 0, "sketch_clocks": np.array(clock if held else [], np.int64)}
         arrays = {}
-        for name in ("keys", "counts", "last", "late", "sketch_young", "sketch_old"):
-            dtype = np.uint8 if name.startswith("sketch") else np.int64
+        for name in ("keys", "counts", "last", "late", "sketch_clocks", *_BYTES):
+            dtype = np.uint8 if name in _BYTES else np.int64
             array = state.get(name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
                 raise ConfigError(f"filter state: {name} = {array!r}; give a one-dimensional {np.dtype(dtype).name} array")
@@ -262,27 +277,53 @@ cdef class FeatureFilter:
             raise ConfigError("filter state: a key is given twice; give each once")
         if waiting and arrays["counts"].min() < 1:
             raise ConfigError(f"filter state: a count of {arrays['counts'].min()}; keys that wait have been counted")
-        for name in ("sketch_young", "sketch_old"):
-            if len(arrays[name]) != size:
-                raise ConfigError(f"filter state: {name} has {len(arrays[name])} bytes, this filter's has {size}; sketch_bytes and admit_threshold must be the same")
         cdef const int64_t[::1] keys = np.append(arrays["keys"], 0), counts = np.append(arrays["counts"], 0), last = np.append(arrays["last"], 0)
         cdef const int64_t[::1] late = np.append(arrays["late"], 0)
-        cdef const uint8_t[::1] young = np.append(arrays["sketch_young"], np.uint8(0)), old = np.append(arrays["sketch_old"], np.uint8(0))
+        cdef ec_sketch sketch
+        memset(&sketch, 0, sizeof(sketch))
+        self.take_sketch(&sketch, arrays, numbers)
         if ec_filter_fill(&self.f, &keys[0], &counts[0], &last[0], waiting, &late[0], len(arrays["late"])) != EC_OK:
+            ec_sketch_free(&sketch)
             raise HostMemoryError(f"loading a filter of {waiting} keys: out of host memory; nothing has changed")
         ec_news_forget(&full.news)
-        if size > 0:
-            memcpy(full.sketch.young.data, &young[0], size)
-            memcpy(full.sketch.old.data, &old[0], size)
+        ec_sketch_free(&full.sketch)
+        full.sketch = sketch
         self.f.newest = numbers["newest"]
         self.f.epoch = numbers["epoch"]
-        full.sketch.added = numbers["sketch_added"]
-        full.sketch.old_added = numbers["sketch_old_added"]
-        full.sketch.since = numbers["sketch_since"]
         full.sweep.cutoff = numbers["cutoff"]
         full.sweep.waiting_cutoff = numbers["waiting_cutoff"]
         if numbers["sweeping"]:
             full.sweep.region = EC_PASS_SLOTS
+
+    cdef int take_sketch(self, ec_sketch *sketch, dict arrays, dict numbers) except -1:
+        """Make the sketch of a state that is loaded."""
+        cdef ec_filter_full *full = <ec_filter_full *>&self.f
+        cdef int64_t blocks = numbers["sketch_blocks"], size
+        cdef const uint8_t[::1] young = np.append(arrays["sketch_young"], np.uint8(0)), old = np.append(arrays["sketch_old"], np.uint8(0))
+        cdef const int64_t[::1] clocks = np.append(arrays["sketch_clocks"], 0)
+        if (blocks > 0) != (full.sketch.width > 0) or blocks < 0 or blocks > EC_VSHARDS or blocks & (blocks - 1):
+            raise ConfigError(f"filter state: sketch_blocks = {blocks}, of a sketch of {self.f.rule.sketch_bytes} bytes; give a power of two up to {EC_VSHARDS}, or 0 without a sketch")
+        if blocks > 0 and ec_filter_sketch(&self.f, blocks, sketch) != EC_OK:
+            raise HostMemoryError(f"sketch_bytes = {self.f.rule.sketch_bytes}: not so much memory can be had beside the one that is there; nothing has changed")
+        try:
+            size = ec_sketch_bytes(sketch)
+            for name in _BYTES:
+                if len(arrays[name]) != size:
+                    raise ConfigError(
+                        f"filter state: {name} has {len(arrays[name])} bytes, this filter's has {size}; sketch_bytes and admit_threshold must be the same"
+                    )
+            if numbers["sketch_first"] != sketch.first or len(arrays["sketch_clocks"]) != 3 * sketch.count:
+                raise ConfigError(
+                    f"filter state: {len(arrays['sketch_clocks']) // 3} blocks of the sketch, from {numbers['sketch_first']} on; this filter's vshards have {sketch.count}, from {sketch.first} on"
+                )
+        except ConfigError:
+            ec_sketch_free(sketch)
+            raise
+        if size > 0:
+            memcpy(sketch.young.data, &young[0], size)
+            memcpy(sketch.old.data, &old[0], size)
+            memcpy(sketch.clocks.data, &clocks[0], sketch.count * sizeof(ec_sketch_clock))
+        return 0
 
     @property
     def nbytes(self):
@@ -290,7 +331,7 @@ cdef class FeatureFilter:
         cdef ec_filter_full *full = <ec_filter_full *>&self.f
         cdef size_t lists = full.entries.room * sizeof(ec_filter_entry) + full.unused.room * 4
         lists += (full.news.entries.room + full.news.cells.room + full.news.gone.room) * 8
-        return full.index.bytes + full.late.bytes + lists + full.sketch.young.held + full.sketch.old.held
+        return full.index.bytes + full.late.bytes + lists + full.sketch.young.held + full.sketch.old.held + full.sketch.clocks.held
 
     def __len__(self):
         return self.size()

@@ -28,6 +28,7 @@ class SwapManager:
         policy: str = "lru",
         num_threads: int | None = None,
         sweep_rows: int = 2097152,
+        vshards: tuple[int, int] = (0, 4096),
     ) -> None: ...
     def plan(
         self,

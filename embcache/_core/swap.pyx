@@ -38,6 +38,7 @@ from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
 
 from embcache._core.arena cimport ec_promises_share, promises
+from embcache._core.digest cimport EC_VSHARDS
 from embcache._core.filter cimport FeatureFilter
 from embcache._core.moves cimport Moves
 from embcache._core.notice cimport GIVEN, PLANNED, SPENT, WITHDRAWN, Notice
@@ -116,6 +117,8 @@ cdef class SwapManager:
         Slots, host rows and waiting keys that one plan looks at, all tables together, to take away what a sweep has killed
         (a key that is taken away counts as 64). Nothing observable depends on it but the time that a plan takes, which slots
         and row indexes are reused when, and so hits and misses.
+    vshards : (int, int), optional
+        First and last + 1 of those whose keys come here, where others have the rest: sketches of filters are of these.
 
     Raises
     ------
@@ -136,7 +139,7 @@ cdef class SwapManager:
     Thread safety: calls may come from any thread; one at a time runs.
     """
 
-    def __cinit__(self, tables, capacities, filters=None, *, policy="lru", num_threads=None, sweep_rows=SWEEP_ROWS):
+    def __cinit__(self, tables, capacities, filters=None, *, policy="lru", num_threads=None, sweep_rows=SWEEP_ROWS, vshards=(0, EC_VSHARDS)):
         memset(&self.work, 0, sizeof(ec_work))
         self.agrees = 0
         self.overlays = NULL
@@ -182,7 +185,7 @@ cdef class SwapManager:
             if config is not None and not table.with_filter:
                 raise ConfigError(f"table {table.name!r} has a filter but no counters; make it with with_filter=True")
 
-        self.filters = [None if config is None else FeatureFilter(config, random_seed()) for config in configs]
+        self.filters = [None if config is None else FeatureFilter(config, random_seed(), vshards) for config in configs]
         self.work.tables = count
         self.work.find = table_find
         self.work.bear = table_insert

@@ -311,6 +311,10 @@ class Reader:
             keys, counts, last, np.sort(np.concatenate(late)), list(table.filter.values()), list(table.filter)
         )
 
+    def filter_numbers(self, name: str) -> dict[int, dict[str, Any]]:
+        """The numbers of a filter, by the writer that wrote them; the state is `filter`."""
+        return dict(self._table(name).filter)
+
     def _levels_of_filter(self, name: str) -> Iterator[tuple[Level, set[int]]]:
         """The levels that a table's filter is made of, the newest first, and the writers whose part of it lies there."""
         self._table(name)

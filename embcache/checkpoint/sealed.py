@@ -35,6 +35,7 @@ __all__ = [
     "MANIFEST",
     "SEALED_BYTES",
     "SEGMENT",
+    "SKETCH_BLOCKS",
     "digest128",
     "read",
     "seal",
@@ -43,7 +44,8 @@ __all__ = [
 
 FORMAT_VERSION = 1
 FILTER_CHANGES = 1  # a delta has of a filter what has changed since its parent
-FEATURES = FILTER_CHANGES  # those that this version knows
+SKETCH_BLOCKS = 2  # a filter's sketch lies in blocks, each with clocks of its own
+FEATURES = FILTER_CHANGES | SKETCH_BLOCKS  # those that this version knows
 MANIFEST, COMMIT, SEGMENT = 1, 2, 3
 
 _MAGIC = b"EMBCKPT\n"

@@ -48,7 +48,7 @@ from .names import (
     published,
     rank_name,
 )
-from .sealed import FILTER_CHANGES
+from .sealed import FILTER_CHANGES, SKETCH_BLOCKS
 from .segment import MOST_SEGMENT_BYTES, SegmentWriter
 from .written import Contents, WrittenTable
 
@@ -281,8 +281,12 @@ class Writer:
                     for name, table in self._contents.tables.items()
                 },
             }
-            if any(table.filter_changes for table in self._contents.tables.values()):
-                body["features"] = FILTER_CHANGES
+            features = 0
+            for table in self._contents.tables.values():
+                features |= FILTER_CHANGES if table.filter_changes else 0
+                features |= SKETCH_BLOCKS if (table.filter or {}).get("sketch_blocks") else 0
+            if features:
+                body["features"] = features
             write_commit(self.files, self.folder, self.generation, body)
         except BaseException:
             self._fail()

@@ -6,10 +6,12 @@ import argparse
 import os
 from typing import Any
 
+import numpy as np
+
 from ..checkpoint import Reader, Writer, publish, verify, vshards_of
 from ..checkpoint.names import next_generation, published
 from ..errors import ConfigError, CorruptionError
-from ..filterfile import SKETCHES, sketch_blobs, sketch_name
+from ..filterfile import CLOCKS, SKETCHES, sketch_blobs, sketch_name
 from ..filterparts import numbers_of, sketch_of, sketch_of_writer, sketch_writers
 from .gathering import ChunkFiller
 from .output import FINDINGS, FINE, Output, Progress, bytes_text
@@ -128,16 +130,15 @@ def _copy_states(reader: Reader, writer: Writer) -> None:
     same = writer.rank % reader.world_written
     for table in reader.tables:
         wrote = sketch_writers(reader, table)
-        for which in SKETCHES if wrote else ():
-            name = sketch_name(table, which)
-            if len(wrote) > 1 and writer.world != reader.world_written:
-                writer.write_state(name, sketch_of(reader, table, which, writer.rank, writer.world).data)
-            elif writer.rank == 0 if len(wrote) == 1 else same in wrote:
-                mine = wrote[0] if len(wrote) == 1 else same
-                if mine in reader.state_writers(name):
-                    writer.write_state_pieces(name, reader.state_pieces(name, mine))
-                else:
-                    writer.write_state(name, sketch_of_writer(reader, table, which, mine).data)
+        if not wrote:
+            continue
+        if len(wrote) == reader.world_written or (len(wrote) > 1 and writer.world != reader.world_written):
+            for which, content in sketch_of(reader, table, writer.rank, writer.world).items():
+                writer.write_state(sketch_name(table, which), content.view(np.uint8).data)
+        elif writer.rank == 0 if len(wrote) == 1 else same in wrote:
+            for which in (*SKETCHES, CLOCKS):
+                content = sketch_of_writer(reader, table, which, wrote[0] if len(wrote) == 1 else same)
+                writer.write_state(sketch_name(table, which), content.data)
     for name in sorted(set(reader.state_names).difference(*map(sketch_blobs, reader.tables))):
         wrote = reader.state_writers(name)
         if len(wrote) == 1:
@@ -164,7 +165,7 @@ def _copy_table(reader: Reader, writer: Writer, name: str, progress: Progress) -
         reader.vshards = window
         found = reader.filter(name)
         if found is not None:
-            numbers = numbers_of(reader, found, writer.rank, writer.world)
+            numbers = numbers_of(reader, name, writer.rank, writer.world)
             writer.write_filter(description, found.keys, found.counts, found.last, found.late, numbers)
     reader.vshards = ALL
     return rows

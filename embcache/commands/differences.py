@@ -16,7 +16,7 @@ from .._core.digest import hash_keys
 from ..checkpoint import Reader, Rows
 from ..checkpoint.names import VSHARDS
 from ..errors import ConfigError
-from ..filterfile import SKETCHES, sketch_blobs, sketch_name
+from ..filterfile import CLOCKS, SKETCHES, sketch_blobs, sketch_name
 from ..filterparts import sketch_of_writer, sketch_writers
 from .histogram import Largest
 from .output import FINDINGS, FINE, Output, Progress, columns_text
@@ -107,14 +107,14 @@ def _states(one: Reader | None, other: Reader | None) -> dict[str, str]:
 
 
 def _states_of(reader: Reader) -> set[str]:
-    """Names of the caller's bytes; of a sketch those of its generations, whether they are written whole or not."""
+    """Names of the caller's bytes; of a sketch those of its generations and clocks, whether they are written whole or not."""
     return set(reader.state_names).difference(*map(sketch_blobs, reader.tables)) | set(_sketches(reader))
 
 
 def _sketches(reader: Reader) -> dict[str, tuple[str, str]]:
     """The names of sketches -> their table, and which generation it is."""
     tables = [table for table in reader.tables if sketch_writers(reader, table)]
-    return {sketch_name(table, which): (table, which) for table in tables for which in SKETCHES}
+    return {sketch_name(table, which): (table, which) for table in tables for which in (*SKETCHES, CLOCKS)}
 
 
 def _digests(reader: Reader, name: str) -> list[bytes]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..checkpoint import Reader, TableDescription, Writer
 from ..errors import CorruptionError
-from ..filterfile import SKETCHES, pack_as, sketch_name
+from ..filterfile import CLOCKS, SKETCHES, pack_as, sketch_name
 from ..filterparts import filter_state
 
 __all__ = ["filter_bytes", "write_filter"]
@@ -21,10 +23,10 @@ _ARRAYS = ("keys", "counts", "last", "late")
 
 def write_filter(writer: Writer, description: TableDescription, state: dict[str, Any]) -> None:
     """Write what a directory's filter holds (`filterfile.take_apart`)."""
-    for which in SKETCHES:
-        if len(state[which]):
-            writer.write_state(sketch_name(description.name, which), memoryview(state[which]))
-    numbers = {name: value for name, value in state.items() if name not in (*_ARRAYS, *SKETCHES)}
+    for which in (*SKETCHES, CLOCKS):
+        if len(state.get(which, ())):
+            writer.write_state(sketch_name(description.name, which), state[which].view(np.uint8).data)
+    numbers = {name: value for name, value in state.items() if name not in (*_ARRAYS, *SKETCHES, CLOCKS)}
     writer.write_filter(description, state["keys"], state["counts"], state["last"], state["late"], numbers)
 
 

@@ -221,7 +221,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     ----------
     tables, optimizer, device, hbm_bytes, policy, accumulate, num_threads
         As for `EmbeddingBagCollection`, the same on all ranks (which is checked); `hbm_bytes`, ``hbm_rows`` and ``num_embeddings`` are of
-        one rank, and so is a filter's ``sketch_bytes``; a table's ``directory`` gets a folder for each rank. ``"lookahead"`` is ``"lru"``.
+        one rank, a filter's ``sketch_bytes`` of all together; a table's ``directory`` gets a folder for each rank. ``"lookahead"`` is ``"lru"``.
     process_group : ProcessGroup, optional
         Default: all ranks. Without ``torch.distributed`` there is one.
     reduction : str
@@ -250,8 +250,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     Then all are to be started again, from the last generation, which is complete on every rank or is not there.
 
     With filters: occurrences and timestamps of the batch of all ranks count before keys are admitted. The counts of a filter
-    with ``sketch_bytes`` are estimates, and each rank has a sketch of its own keys: never too low, and too
-    high less often than those of one process; so with sketches, and only with them, a key may be admitted later than there.
+    with ``sketch_bytes`` are estimates, and those of one process, at any number of ranks where the sketch has 4,096 blocks, and at powers of two up to
+    the number of its blocks where it has fewer (``AdmitAndEvictConfig.sketch_bytes``). At other numbers a block at the border of two ranks
+    is on both, each of which counts its own keys in it: such a key may be admitted later than in one process, and no other.
 
     Examples
     --------

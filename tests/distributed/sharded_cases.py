@@ -27,7 +27,7 @@ class Case:
     ----------
     seed, steps : int
     kind : str
-        Of the tables' filters: "none", "count", "time", "floor", "step", "clicks", "chance".
+        Of the tables' filters: "none", "count", "time", "floor", "step", "clicks", "chance", "sketch" (of 8 blocks), "sketches" (a block a vshard).
     pooled, weighted : bool
     small : bool
         Whether HBM holds little more than a batch.
@@ -59,6 +59,12 @@ class Case:
                 admit_threshold=2, evict_threshold=3, evict_step_interval=2, time_source="step", evict_keep_min=10
             ),
             "chance": ec.AdmitAndEvictConfig(admit_threshold=2, admit_probability=0.5, admit_seed=5),
+            "sketch": ec.AdmitAndEvictConfig(
+                admit_threshold=3, sketch_bytes=4096, evict_threshold=30, evict_step_interval=3
+            ),
+            "sketches": ec.AdmitAndEvictConfig(
+                admit_threshold=3, sketch_bytes=1 << 21, evict_threshold=30, evict_step_interval=3
+            ),
             "clicks": ec.AdmitAndEvictConfig(
                 admit_threshold=1.5,
                 policy="show_click",
@@ -202,6 +208,8 @@ def state_of(manager: EmbCacheManager) -> dict[str, dict[str, np.ndarray]]:
             kept = planner.export_filter(t)
             for what in ("keys", "counts", "last"):
                 merged[f"waiting {what}"] = kept[what]
+            for what in ("sketch_young", "sketch_old", "sketch_clocks"):
+                merged[what] = kept[what]
             merged["newest"] = np.array([kept["newest"]])
         states[name] = merged
     return states
@@ -222,7 +230,7 @@ def joined(states: list[dict[str, dict[str, np.ndarray]]]) -> dict[str, dict[str
                 continue
             order = np.argsort(keys, kind="stable")
             for what in list(merged):
-                if what != "newest" and what.startswith("waiting ") == bool(prefix):
+                if what != "newest" and "sketch" not in what and what.startswith("waiting ") == bool(prefix):
                     merged[what] = merged[what][order]
         whole[name] = merged
     return whole

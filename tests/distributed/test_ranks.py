@@ -80,6 +80,7 @@ def test_no_deadlock_with_random_delays_and_a_dense_part_in_ddp(crews: Crews, wo
         (2, "clicks", True, False),
         (3, "floor", True, True),
         (1, "clicks", False, True),
+        (2, "sketches", True, True),
         *(
             [(4, kind, delta, delta) for kind in ("time", "step", "floor", "clicks") for delta in (False, True)]
             * (SOAK > 0)

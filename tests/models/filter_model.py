@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import struct
 
+import xxhash
+
 from embcache.config import AdmitAndEvictConfig
 
 NEVER = -(2**63)
@@ -48,36 +50,53 @@ def as_score(count: int) -> float:
 
 
 class Sketch:
-    """Two generations of a count-min sketch with conservative update; cells that are 0 are not there."""
+    """Blocks of vshards, each with two generations of a count-min sketch with conservative update; cells that are 0 are not there."""
 
     def __init__(self, config: AdmitAndEvictConfig) -> None:
         cell = 1 if config.admit_threshold < 2**8 else 2 if config.admit_threshold < 2**16 else 4
-        self.width, self.top, self.seed = (
-            config.sketch_bytes // (8 * cell),
+        width, least = config.sketch_bytes // (8 * cell), max(64, 8 * config.admit_threshold)
+        bits = max(bits for bits in range(13) if bits == 0 or width >> bits >= least)
+        self.bits, self.width, self.top, self.seed = (
+            bits,
+            width >> bits,
             2 ** (8 * cell) - 1,
             config.admit_seed & MASK,
         )
-        self.young: dict[tuple[int, int], int] = {}
-        self.old: dict[tuple[int, int], int] = {}
-        self.added, self.old_added, self.since = 0, 0, NEVER
+        self.blocks = [SketchBlock() for _ in range(1 << bits)]
 
-    def cells(self, key: int) -> list[tuple[int, int]]:
+    def places(self, key: int) -> list[tuple[int, int]]:
         first = mixed(key & MASK ^ self.seed)
-        second = mixed(first + GOLDEN & MASK) | 1
-        return [(row, (first + row * second & MASK) * self.width >> 64) for row in range(4)]
+        second = mixed(first + GOLDEN & MASK)
+        if self.bits == 0:
+            hashes = [first + row * (second | 1) & MASK for row in range(4)]
+        else:
+            hashes = [half << 32 for whole in (first, second) for half in (whole >> 32, whole & 2**32 - 1)]
+        return [(row, hash * self.width >> 64) for row, hash in enumerate(hashes)]
 
     def add(self, key: int, count: int) -> int:
         """Returns the estimate."""
-        cells = self.cells(key)
-        raised = min(self.top, min(self.young.get(cell, 0) for cell in cells) + count)
-        for cell in cells:
-            self.young[cell] = max(self.young.get(cell, 0), raised)
-        self.added += count
-        return raised + min(self.old.get(cell, 0) for cell in cells)
+        block = self.blocks[xxhash.xxh3_64_intdigest(struct.pack("<q", key)) >> 64 - self.bits]
+        places = self.places(key)
+        raised = min(self.top, min(block.young.get(place, 0) for place in places) + count)
+        for place in places:
+            block.young[place] = max(block.young.get(place, 0), raised)
+        block.added += count
+        return raised + min(block.old.get(place, 0) for place in places)
 
     def turn(self, cutoff: int, newest: int) -> None:
-        if self.added + self.old_added and (self.added >= self.width // 2 or self.since < cutoff):
-            self.young, self.old, self.added, self.old_added, self.since = {}, self.young, 0, self.added, newest
+        for block in self.blocks:
+            if block.added + block.old_added and (block.added >= self.width // 2 or block.since < cutoff):
+                block.young, block.old = {}, block.young
+                block.added, block.old_added, block.since = 0, block.added, newest
+
+
+class SketchBlock:
+    """Its generations, the occurrences in each, and the newest time when the young one began."""
+
+    def __init__(self) -> None:
+        self.young: dict[tuple[int, int], int] = {}
+        self.old: dict[tuple[int, int], int] = {}
+        self.added, self.old_added, self.since = 0, 0, NEVER
 
 
 def share(part: float, count: int) -> int:

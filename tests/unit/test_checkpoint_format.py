@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from embcache.checkpoint import Reader, TableDescription, Writer, verify
 from embcache.checkpoint.chunk import CHUNK_BYTES, ROWS, ChunkBuffer, Header, columns_of, open_chunk, rows_per_chunk
 from embcache.checkpoint.sealed import MANIFEST, SEGMENT, read, seal, unseal
 from embcache.errors import CorruptionError, EmbCacheError, FormatVersionError
-from embcache.filterparts import sketch_of
+from embcache.filterparts import numbers_of, sketch_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-1"
 DESCRIPTION = TableDescription(
@@ -93,7 +94,38 @@ def write_golden_of_filters(path: Path) -> None:
             writer.publish()
 
 
-OTHERS = {"checkpoint-1-filters": write_golden_of_filters, "checkpoint-1-ranks": write_golden_of_ranks}
+def write_golden_of_blocks(path: Path) -> None:
+    """Two ranks' sketches of two blocks each, whole and then by what has changed of both generations (incompatible feature 2)."""
+    sketched = TableDescription("sketched", 1, with_filter=True)
+    about = {"filter": {"bytes of a sketch's counter (by admit_threshold)": 1}}
+    none = np.empty(0, np.int64)
+    for step in (1, 2):
+        writers = [Writer(path, rank, 2, clock=lambda: 1_700_000_000.0) for rank in range(2)]
+        for rank, writer in enumerate(writers):
+            writer.begin(step, parent=None if step == 1 else 1)
+            writer.table(sketched, metadata=about)
+            cells = np.arange(8, dtype=np.uint8) + 8 * rank + 1
+            if step == 1:
+                writer.write_state("filter/sketched/sketch_young", cells.data)
+                writer.write_state("filter/sketched/sketch_old", (2 * cells).data)
+            else:
+                places, values = np.array([1, 15], np.uint32), np.array([77, 88], np.uint8)
+                writer.write_state("filter/sketched/sketch_changes", places.tobytes() + values.tobytes())
+            clocks = (np.arange(6) + 6 * rank) * step
+            writer.write_state("filter/sketched/sketch_clocks", clocks.tobytes())
+            numbers = {"newest": step, "sketch_blocks": 4, "sketch_first": 2 * rank}
+            writer.write_filter(sketched, none, none, none, None, numbers, changes=step > 1)
+            writer.commit()
+        writers[0].publish()
+        for writer in writers:
+            writer.close()
+
+
+OTHERS = {
+    "checkpoint-1-filters": write_golden_of_filters,
+    "checkpoint-1-ranks": write_golden_of_ranks,
+    "checkpoint-1-sketch-blocks": write_golden_of_blocks,
+}
 
 
 def test_golden_files_of_two_ranks_are_read_by_any_number() -> None:
@@ -131,15 +163,41 @@ def test_golden_files_of_filters_are_read() -> None:
             held = reader.filter("listed")
             assert held is not None and held.numbers == [{"newest": generation}]
             assert dict(zip(held.keys.tolist(), held.counts.tolist(), strict=True)) == waits[generation - 1]
-            assert sketch_of(reader, "sketched", "sketch_young", 0, 1).view("<u2").tolist() == young.tolist()
-            assert sketch_of(reader, "sketched", "sketch_old", 0, 1).view("<u2").tolist() == [2 * i for i in range(64)]
+            sketch = sketch_of(reader, "sketched", 0, 1)
+            assert sketch["sketch_young"].view("<u2").tolist() == young.tolist()
+            assert sketch["sketch_old"].view("<u2").tolist() == [2 * i for i in range(64)]
+            assert sketch["sketch_clocks"].tolist() == [0, 0, 0]
+            assert numbers_of(reader, "sketched", 0, 1) == {"newest": generation, "sketch_blocks": 1, "sketch_first": 0}
+
+
+def test_golden_files_of_sketches_in_blocks_are_read() -> None:
+    """By as many ranks as wrote them, by one, and by three, two of which have vshards of the same block."""
+    path = GOLDEN.parent / "checkpoint-1-sketch-blocks"
+    assert verify(path) == []
+    for generation, world in product((1, 2), (1, 2, 3)):
+        young = np.arange(16, dtype=np.uint8).reshape(4, 4) + 1
+        if generation == 2:
+            young[0, 1] = young[2, 1] = 77
+        old, clocks = 2 * (np.arange(16, dtype=np.uint8).reshape(4, 4) + 1), np.arange(12).reshape(4, 3) * generation
+        if generation == 2:
+            old[1, 3] = old[3, 3] = 88
+        for rank in range(world):
+            with Reader(path, generation, rank=rank, world=world) as reader:
+                sketch = sketch_of(reader, "sketched", rank, world)
+                first = {1: [0], 2: [0, 2], 3: [0, 1, 2]}[world][rank]
+                end = {1: [4], 2: [2, 4], 3: [2, 3, 4]}[world][rank]
+                numbers = {"newest": generation, "sketch_blocks": 4, "sketch_first": first}
+                assert numbers_of(reader, "sketched", rank, world) == numbers
+            assert sketch["sketch_young"].reshape(-1, 4).tolist() == young[first:end].tolist()
+            assert sketch["sketch_old"].reshape(-1, 4).tolist() == old[first:end].tolist()
+            assert sketch["sketch_clocks"].reshape(-1, 3).tolist() == clocks[first:end].tolist()
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_same_is_written_today_of_ranks_and_filters(tmp_path: Path, name: str) -> None:
     OTHERS[name](tmp_path)
     files = [one.relative_to(tmp_path) for one in tmp_path.rglob("segment-*")]
-    assert len(files) == (4 if "ranks" in name else 3)
+    assert len(files) == (3 if "filters" in name else 4)
     for file in files:
         assert (tmp_path / file).read_bytes() == (GOLDEN.parent / name / file).read_bytes(), file
     for manifest in tmp_path.glob("MANIFEST-*"):
@@ -256,7 +314,7 @@ def test_r3_every_flipped_bit_of_a_sealed_file_is_detected(kind: int) -> None:
 
 def test_r13_a_newer_format_is_refused_and_named() -> None:
     content = bytearray(seal(MANIFEST, {"generation": 3}))
-    for offset, value in ((8, 2), (12, 2)):
+    for offset, value in ((8, 2), (12, 4)):
         newer = bytearray(content)
         newer[offset] = value
         newer[32:48] = bytes(16)

@@ -50,7 +50,7 @@ def is_saved(path: Path, manager: ec.EmbCacheManager, changes: bool) -> int:
             changes and len(found["sketch_young"]) > 0
         )
     features = int.from_bytes((path / f"MANIFEST-{reader.generation:016d}").read_bytes()[12:16], "little")
-    assert features == int(changes)
+    assert features == int(changes) + 2 * bool(found["sketch_blocks"])
     assert verify(path) == []
     return ec.generations(path)[-1].bytes
 
@@ -120,16 +120,21 @@ def test_keys_that_a_sweep_has_killed_are_gone_before_it_has_come_to_them(
         assert parts > 8
 
 
-def test_a_sketch_that_has_turned_is_written_whole(tmp_path: Path) -> None:
-    rule = ec.AdmitAndEvictConfig(admit_threshold=3, sketch_bytes=1 << 12)
+def test_blocks_of_a_sketch_that_have_turned_are_written_and_many_of_them_whole(tmp_path: Path) -> None:
+    rule = ec.AdmitAndEvictConfig(admit_threshold=3, sketch_bytes=1 << 13)  # 16 blocks, which turn at 32 occurrences
     with make(rule) as manager:
-        train(manager, *range(100))
+        train(manager, *range(400))
         manager.save(tmp_path)
-        train(manager, *range(3))
+        before = manager.planner.export_filter(0)["sketch_clocks"].reshape(-1, 3)
+        train(manager, *([0] * 40))
+        train(manager, 1)
+        train(manager, 0)  # its block had turned before it came
+        turned = (manager.planner.export_filter(0)["sketch_clocks"].reshape(-1, 3)[:, 1] != before[:, 1]).sum()
+        assert 0 < turned < 4
         manager.save(tmp_path, delta=True)
         is_saved(tmp_path, manager, True)
         for step in range(4):
-            train(manager, *range(1_000 * step, 1_000 * step + 200))
+            train(manager, *range(1_000 * step, 1_000 * step + 400))
         manager.save(tmp_path, delta=True)
         is_saved(tmp_path, manager, False)
         train(manager, *range(3))
@@ -208,7 +213,7 @@ def test_changes_without_a_parent_that_has_the_filter_are_damage(tmp_path: Path)
         reader.filter("t")
 
 
-@pytest.mark.parametrize("content", [b"\0" * 7, b"\xff\xff\0\0\1", b"\0\0\0\0\1"])
+@pytest.mark.parametrize("content", [b"\0" * 7, b"\xff\xff\0\0\1", b"\xc8\0\0\0\1", b"\0\0\0\0\1"])
 def test_changes_of_a_sketch_that_do_not_fit_are_damage(tmp_path: Path, content: bytes) -> None:
     description = TableDescription("t", 2, with_filter=True)
     for parent in (None, 1):
@@ -223,7 +228,7 @@ def test_changes_of_a_sketch_that_do_not_fit_are_damage(tmp_path: Path, content:
             writer.commit()
             writer.publish()
     with Reader(tmp_path) as reader, pytest.raises(CorruptionError, match="writer 0 has changes of a sketch that"):
-        sketch_of(reader, "t", "sketch_young", 0, 1)
+        sketch_of(reader, "t", 0, 1)
 
 
 def test_a_version_that_does_not_know_of_changes_refuses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

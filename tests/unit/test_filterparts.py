@@ -1,4 +1,4 @@
-"""Filters that several ranks have written: sketches are put together, not joined, and a rank gets its own back bit for bit."""
+"""Filters that several ranks have written: blocks of sketches go with their vshards, and a rank gets its own back bit for bit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import embcache as ec
 from embcache import cli
 from embcache._core.digest import hash_keys
 from embcache.checkpoint import Reader, Writer, publish, vshards_of
-from embcache.filterfile import SKETCHES, meaning, sketch_name
+from embcache.filterfile import CLOCKS, SKETCHES, meaning, sketch_name
 from embcache.filterparts import filter_state, writers_of_share
 from embcache.saving import describe
 
 RULE = ec.AdmitAndEvictConfig(admit_threshold=3, sketch_bytes=1 << 12)
 
 
-def manager(rule: ec.AdmitAndEvictConfig = RULE) -> ec.EmbCacheManager:
-    return ec.EmbCacheManager([ec.TableConfig("t", 4, ["t"], admit_and_evict=rule)])
+def manager(rule: ec.AdmitAndEvictConfig = RULE, rank: int = 0, world: int = 1) -> ec.EmbCacheManager:
+    return ec.EmbCacheManager([ec.TableConfig("t", 4, ["t"], admit_and_evict=rule)], vshards=vshards_of(rank, world))
 
 
 def train(one: ec.EmbCacheManager, keys: np.ndarray) -> list[int]:
@@ -49,8 +49,9 @@ def write(path: Path, states: list[dict[str, Any]], rule: ec.AdmitAndEvictConfig
     for writer, state in zip(writers, states, strict=True):
         writer.begin(1, metadata={"steps": {"": 2}})
         writer.table(description, metadata={"filter": meaning(rule), "table": "t", "module": ""})
-        for which in SKETCHES:
-            writer.write_state(sketch_name("t", which), memoryview(state[which]))
+        for which in (*SKETCHES, CLOCKS):
+            if which in state:
+                writer.write_state(sketch_name("t", which), state[which].view(np.uint8).data)
         numbers = {name: value for name, value in state.items() if isinstance(value, int)}
         writer.write_filter(description, state["keys"], state["counts"], state["last"], state["late"], numbers)
         writer.write_state("of all", b"rank %d" % writer.rank)
@@ -65,7 +66,7 @@ def states() -> list[dict[str, Any]]:
     """Two ranks' filters: each has counted the odd ones of its keys twice, the others once."""
     found = []
     for rank in range(2):
-        with manager() as one:
+        with manager(rank=rank, world=2) as one:
             keys = keys_of(rank, 2, 40 + 20 * rank)
             train(one, keys)
             train(one, keys[1::2])
@@ -73,7 +74,14 @@ def states() -> list[dict[str, Any]]:
     return found
 
 
-def test_sketches_of_two_ranks_become_one_of_the_same_size(tmp_path: Path, states: list[dict[str, Any]]) -> None:
+def whole_of(states: list[dict[str, Any]], which: str) -> np.ndarray:
+    """The blocks of all ranks side by side."""
+    return np.concatenate([one[which] for one in states])
+
+
+def test_sketches_of_two_ranks_become_one_that_has_the_blocks_of_both(
+    tmp_path: Path, states: list[dict[str, Any]]
+) -> None:
     write(tmp_path / "c", states)
     with manager() as one:
         one.restore(tmp_path / "c")
@@ -83,9 +91,9 @@ def test_sketches_of_two_ranks_become_one_of_the_same_size(tmp_path: Path, state
     with Reader(tmp_path / "c") as reader:
         whole = filter_state(reader, "t")
         assert whole is not None
-        for which in SKETCHES:
-            assert np.array_equal(whole[which], np.maximum(states[0][which], states[1][which]))
-        assert whole["sketch_added"] == 90
+        for which in (*SKETCHES, CLOCKS):
+            assert np.array_equal(whole[which], whole_of(states, which))
+        assert whole["sketch_blocks"] == 8 and whole["sketch_clocks"].reshape(-1, 3)[:, :2].sum() == 150
         assert reader.state("of all") == b"rank 0" and reader.state("of all", 1) == b"rank 1"
         assert reader.state_writers("of all") == [0, 1] and reader.state_writers("nobody's") == []
         with pytest.raises(ec.ConfigError, match=r"writer 2 wrote no state 'of all'; \[0, 1\] did"):
@@ -101,8 +109,8 @@ def test_as_many_ranks_get_their_own_back(
         for rank in range(2):
             with Reader(tmp_path / name, rank=rank, world=2) as reader:
                 own = filter_state(reader, "t")
-                assert own is not None and own["sketch_added"] == states[rank]["sketch_added"]
-                assert all(np.array_equal(own[which], states[rank][which]) for which in SKETCHES)
+                assert own is not None and own["sketch_first"] == states[rank]["sketch_first"] == 4 * rank
+                assert all(np.array_equal(own[which], states[rank][which]) for which in (*SKETCHES, CLOCKS))
                 assert reader.state("of all", rank) == b"rank %d" % rank
     assert cli.main(["diff", str(tmp_path / "c"), str(tmp_path / "compact")]) == 0
     write(tmp_path / "other", [states[0], states[0]])
@@ -125,7 +133,7 @@ def test_resharding_again_and_again_makes_no_counter_larger(
     with Reader(tmp_path / before) as reader:
         whole = filter_state(reader, "t")
         assert whole is not None
-        assert all(np.array_equal(whole[which], np.maximum(*(one[which] for one in states))) for which in SKETCHES)
+        assert all(np.array_equal(whole[which], whole_of(states, which)) for which in (*SKETCHES, CLOCKS))
 
 
 def test_wide_counters_are_compared_as_numbers(tmp_path: Path) -> None:
@@ -147,9 +155,49 @@ def test_a_sketch_of_another_size_is_named(tmp_path: Path, states: list[dict[str
     write(tmp_path / "c", states)
     with (
         Reader(tmp_path / "c") as reader,
-        pytest.raises(ec.CorruptionError, match=r"writer 1 has a sketch of 4\d\d\d bytes|sketch of 20\d\d bytes"),
+        pytest.raises(ec.CorruptionError, match="writer 1 has a sketch of 1023 bytes in 4 blocks, by 12 clocks"),
     ):
         filter_state(reader, "t")
+
+
+def test_sketches_of_an_earlier_version_stay_as_they_are(tmp_path: Path) -> None:
+    """One block on each rank, of all its keys, whose clocks are numbers: read, trained with, saved and read again."""
+    states = []
+    for rank in range(2):
+        with manager(rank=rank, world=2) as one:
+            empty = one.planner.export_filter(0)
+            for name in ("sketch_blocks", "sketch_first", "sketch_clocks"):
+                del empty[name]
+            cells = np.zeros(RULE.sketch_bytes // 2, np.uint8)
+            clock = {"sketch_added": 0, "sketch_old_added": 0, "sketch_since": -(2**63)}
+            one.planner.import_filter(0, empty | {"sketch_young": cells, "sketch_old": cells} | clock)
+            keys = keys_of(rank, 2, 40)
+            train(one, keys)
+            train(one, keys[1::2])
+            state = one.planner.export_filter(0)
+        assert state.pop("sketch_blocks") == 1 and state.pop("sketch_first") == 0
+        added, old_added, since = state.pop("sketch_clocks").tolist()
+        assert (added, old_added) == (60, 0)
+        states.append(state | {"sketch_added": added, "sketch_old_added": old_added, "sketch_since": since})
+    write(tmp_path / "c", states)
+    for rank in range(2):
+        with Reader(tmp_path / "c", rank=rank, world=2) as reader:
+            own = filter_state(reader, "t")
+        assert own is not None and own["sketch_blocks"] == 1 and own["sketch_clocks"][0] == 60
+        assert all(np.array_equal(own[which], states[rank][which]) for which in SKETCHES)
+    with manager() as one:
+        one.restore(tmp_path / "c")
+        whole = one.planner.export_filter(0)
+        assert whole["sketch_blocks"] == 1
+        assert all(np.array_equal(whole[which], np.maximum(*(one[which] for one in states))) for which in SKETCHES)
+        for rank in range(2):
+            keys = keys_of(rank, 2, 40)
+            assert train(one, keys) == keys[1::2].tolist()
+        one.save(tmp_path / "later")
+        kept = one.planner.export_filter(0)
+    with Reader(tmp_path / "later") as reader:
+        again = filter_state(reader, "t")
+    assert again is not None and all(np.array_equal(again[which], kept[which]) for which in (*SKETCHES, CLOCKS))
 
 
 def test_who_may_have_counted_a_ranks_keys() -> None:

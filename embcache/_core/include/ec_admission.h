@@ -116,9 +116,8 @@ static int ec_count(ec_work *w, int64_t t) {
         const int status = ec_filter_reserve(f, absent);
         if (status != EC_OK) return status;
     } else if (f->sketch.width > 0) {
-        if (ec_vec_reserve(&p->cells, EC_SKETCH_ROWS * absent, sizeof(ec_sketch_change)) != EC_OK) return EC_NOMEM;
-        if (ec_sketch_turn_if_due(&f->sketch, f->pass.waiting_cutoff, f->newest, &p->turn) != EC_OK) return EC_NOMEM;
-        p->turned_to = 1;
+        if (ec_vec_reserve(&p->sketch.cells, EC_SKETCH_ROWS * absent, sizeof(ec_sketch_change)) != EC_OK) return EC_NOMEM;
+        if (ec_sketch_begin(&f->sketch, f->pass.waiting_cutoff, f->newest, &p->sketch) != EC_OK) return EC_NOMEM;
     }
     ec_count_time(w, t);
     for (int64_t u = begin; u < end; u++) {
@@ -126,7 +125,7 @@ static int ec_count(ec_work *w, int64_t t) {
         if (u + EC_AHEAD < end) {
             if (w->slot[u + EC_AHEAD] >= 0) EC_PREFETCH_WRITE(&s->cache.slots[w->slot[u + EC_AHEAD]]);
             else if (w->row[u + EC_AHEAD] >= 0) ec_count_prefetch(s->table, w->row[u + EC_AHEAD]);
-            else if (f->sketch.width > 0) ec_sketch_prefetch(&f->sketch, w->key[u + EC_AHEAD]);
+            else if (f->sketch.width > 0) ec_sketch_prefetch(&f->sketch, w->key[u + EC_AHEAD], w->hash[u + EC_AHEAD]);
             else ec_index_prefetch(&f->index, w->hash[u + EC_AHEAD]);
         }
         w->entry[u] = -1;
@@ -146,7 +145,7 @@ static int ec_count(ec_work *w, int64_t t) {
             EC_PUSH(p->marks, int64_t, w->row[u]);
         }
         if (freq == 0 && w->row[u] < 0 && f->sketch.width > 0) {
-            w->freq[u] = ec_sketch_add(&f->sketch, w->key[u], count, &p->cells);
+            w->freq[u] = ec_sketch_add(&f->sketch, w->key[u], w->hash[u], count, &p->sketch.cells);
             continue;
         }
         if (freq == 0) w->entry[u] = ec_filter_find(f, w->key[u], w->hash[u]);

@@ -402,22 +402,19 @@ static void ec_cut_next_period(ec_side *s, int64_t t, ec_plan *const *plans, int
 
 /* The numbers of a filter. */
 typedef struct {
-    int64_t newest, epoch, cutoff, waiting_cutoff, added, old_added, since;
+    int64_t newest, epoch, cutoff, waiting_cutoff;
+    const ec_sketch_clock *clocks; /* of the sketch's blocks */
 } ec_cut_numbers;
 
 static void ec_cut_filter(const ec_filter *f, int64_t t, ec_plan *const *plans, int64_t plan_count, ec_cut_numbers *numbers) {
-    *numbers = (ec_cut_numbers){f->newest,        f->epoch,           f->pass.cutoff, f->pass.waiting_cutoff,
-                                f->sketch.added, f->sketch.old_added, f->sketch.since};
+    *numbers = (ec_cut_numbers){f->newest, f->epoch, f->pass.cutoff, f->pass.waiting_cutoff, (const ec_sketch_clock *)f->sketch.clocks.data};
     for (int64_t k = plan_count - 1; k >= 0; k--) {
         const ec_part *p = &plans[k]->parts[t];
         numbers->newest = p->newest_before;
         numbers->epoch = p->epoch_before;
         numbers->cutoff = p->pass_before.cutoff;
         numbers->waiting_cutoff = p->pass_before.waiting_cutoff;
-        if (!p->turned_to) continue;
-        numbers->added = p->turn.added;
-        numbers->old_added = p->turn.old_added;
-        numbers->since = p->turn.since;
+        if (p->sketch.clocks.size > 0) numbers->clocks = (const ec_sketch_clock *)p->sketch.clocks.data;
     }
 }
 

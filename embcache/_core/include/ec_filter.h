@@ -47,6 +47,7 @@ typedef struct {
     uint64_t admit_below;    /* else: in admit_below of 2^64 cases */
     uint64_t seed;           /* of admission by chance and of the sketch */
     int64_t sketch_bytes;    /* 0: exact counts of waiting keys */
+    int64_t low, high;       /* vshards of keys that come here, from low to high - 1 */
     int scores;              /* the show/click policy (ec_score.h) */
     double alpha, beta, decay, evict_share, admit_score;
 } ec_filter_rule;
@@ -97,6 +98,12 @@ typedef struct {
 #define EC_ENTRY(filter, id) EC_AT((filter)->entries, ec_filter_entry, id)
 #define EC_SWEEP(filter, i) EC_AT((filter)->sweeps, ec_sweep_record, i)
 
+/* An empty sketch as the rule wants it, in `blocks` (0: as many as is right). */
+static inline int ec_filter_sketch(const ec_filter *f, int64_t blocks, ec_sketch *sketch) {
+    const ec_filter_rule *rule = &f->rule;
+    return ec_sketch_init(sketch, rule->sketch_bytes, rule->admit_threshold, rule->seed, blocks, rule->low, rule->high);
+}
+
 /* An empty filter. EC_NOMEM: there is no room for the sketch, and nothing is held. */
 static inline int ec_filter_init(ec_filter *f, const ec_filter_rule *rule, uint64_t seed) {
     memset(f, 0, sizeof *f);
@@ -105,7 +112,7 @@ static inline int ec_filter_init(ec_filter *f, const ec_filter_rule *rule, uint6
     f->newest = INT64_MIN;
     f->pass.cutoff = f->pass.waiting_cutoff = INT64_MIN;
     ec_index_init(&f->late, seed);
-    return rule->sketch_bytes > 0 ? ec_sketch_init(&f->sketch, rule->sketch_bytes, rule->admit_threshold, rule->seed) : EC_OK;
+    return rule->sketch_bytes > 0 ? ec_filter_sketch(f, 0, &f->sketch) : EC_OK;
 }
 
 static inline void ec_filter_free(ec_filter *f) {
@@ -217,17 +224,22 @@ static inline void ec_filter_undo(ec_filter *f, const ec_filter_change *change) 
 
 #define EC_MOST_GONE (1 << 16) /* beside two for each entry: then a filter is as well written whole */
 
-/* A plan with these changes, of entries and of counters of the sketch, has finished, or none: what a save after it has to write. */
-static inline void ec_filter_note(ec_filter *f, const ec_vec *changes, const ec_vec *cells, int turned) {
+/* A plan with these changes, of entries and of the sketch, has finished, or none: what a save after it has to write. */
+static inline void ec_filter_note(ec_filter *f, const ec_vec *changes, const ec_sketch_past *past) {
+    const int64_t cells = ec_sketch_block_cells(&f->sketch), all = f->sketch.count * cells;
     ec_filter_news *n = &f->news;
     for (int64_t i = 0; i < changes->size && n->known; i++) {
         const ec_filter_change *change = &EC_AT(*changes, ec_filter_change, i);
         if (change->kind == EC_FILTER_REMOVED) ec_news_gone(n, change->before.key);
         else if (ec_bit_note(&n->entries, change->id, &n->changed) != EC_OK) ec_news_forget(n);
     }
-    for (int64_t i = 0; i < cells->size && n->known; i++)
-        if (ec_bit_note(&n->cells, EC_AT(*cells, ec_sketch_change, i).at, &n->raised) != EC_OK) ec_news_forget(n);
-    n->turned |= turned;
+    for (int64_t i = 0; i < past->turned.size && n->known; i++) {
+        const int64_t at = EC_AT(past->turned, int64_t, i) * cells;
+        ec_bits_fill(&n->cells, at, at + cells, &n->raised);
+        ec_bits_fill(&n->cells, all + at, all + at + cells, &n->raised);
+    }
+    for (int64_t i = 0; i < past->cells.size && n->known; i++)
+        if (ec_bit_note(&n->cells, EC_AT(past->cells, ec_sketch_change, i).at, &n->raised) != EC_OK) ec_news_forget(n);
     if (n->gone.size > 2 * f->entries.size + EC_MOST_GONE) ec_news_forget(n);
 }
 

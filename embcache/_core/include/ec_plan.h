@@ -69,9 +69,7 @@ typedef struct {
     ec_vec changes; /* of ec_filter_change */
     ec_vec deaths;  /* of ec_death */
     ec_vec late;    /* of int64_t: keys that joined the late ones */
-    ec_vec cells;   /* of ec_sketch_change */
-    ec_sketch_turn turn;
-    int turned_to; /* whether `turn` says what was before */
+    ec_sketch_past sketch;
     ec_vec births;  /* of ec_birth */
     ec_vec takes;   /* of ec_take_record, one a swap-in */
     ec_choice choice; /* of victims */
@@ -104,8 +102,7 @@ static inline void ec_part_free(ec_part *p) {
     ec_vec_free(&p->changes);
     ec_vec_free(&p->deaths);
     ec_vec_free(&p->late);
-    ec_vec_free(&p->cells);
-    ec_block_drop(&p->turn.forgotten);
+    ec_sketch_past_free(&p->sketch);
     ec_vec_free(&p->births);
     ec_vec_free(&p->takes);
     ec_choice_free(&p->choice);
@@ -212,7 +209,7 @@ static void ec_plan_undo(ec_side *s, ec_part *p) {
     s->filter->newest = p->newest_before;
     s->filter->pass = p->pass_before;
     s->filter->epoch = p->epoch_before;
-    if (p->turned_to) ec_sketch_undo(&s->filter->sketch, &p->cells, &p->turn);
+    ec_sketch_undo(&s->filter->sketch, &p->sketch);
     if (p->swept) ec_filter_unsweep(s->filter);
     for (int64_t i = 0; i < p->late.size; i++)
         ec_index_erase(&s->filter->late, EC_AT(p->late, int64_t, i), ec_hash(EC_AT(p->late, int64_t, i)));
@@ -241,7 +238,7 @@ static void ec_plan_finish(ec_side *s, ec_part *p) {
         ec_limbo_release(&s->cache, EC_DEATH(p, i).kill.limbo);
     }
     if (p->swept) ec_filter_sweep_finished(s->filter, p->swept);
-    if (s->filter && s->filter->news.known) ec_filter_note(s->filter, &p->changes, &p->cells, p->turn.turned);
+    if (s->filter && s->filter->news.known) ec_filter_note(s->filter, &p->changes, &p->sketch);
     ec_plan_seen(s, p);
     ec_part_free(p);
 }

@@ -101,7 +101,8 @@ def test_compacting_merges_deltas_and_keeps_every_bit(
     with Reader(tmp_path / "two") as reader:
         assert reader.chain == [4]
         assert [one["rank"] for one in reader.metadata] == list(range(world))
-        numbers = [{"newest": 300 + rank, "cutoff": -rank} for rank in range(world)]
+        no_sketch = {"sketch_blocks": 0, "sketch_first": 0}
+        numbers = [{"newest": 300 + rank, "cutoff": -rank} | no_sketch for rank in range(world)]
         assert reader.filter("items").numbers == numbers
     assert run(capsys, "verify", tmp_path / "two")[0] == 0
     # An older one takes a number that nobody has had.

@@ -112,8 +112,8 @@ def train(options: argparse.Namespace) -> float:
         while done < total:
             loss, _ = pipe.progress(source)
             done += 1
-            bar.update()
-            bar.set_postfix_str(f"loss {loss.item():.4f}", refresh=False)
+            if bar.update():  # it was drawn just now: what it shows the next time
+                bar.set_postfix_str(f"loss {loss.item():.4f}, {seen(pipe.pipeline.stats())}", refresh=False)
             if options.save and done % options.every == 0:
                 if saving is not None:
                     saving.result()  # raises what the last one has failed with
@@ -124,6 +124,13 @@ def train(options: argparse.Namespace) -> float:
         if saving is not None:
             saving.result()
     return score(model, held_out, options)
+
+
+def seen(now: dict[str, Any]) -> str:
+    """What the pipeline says of itself, for the progress bar."""
+    return (
+        f"hit rate {now['hit_rate']:.1%}, swaps {now['swap_mb_per_s']:.1f} MB/s, device busy {now['device_busy']:.0%}"
+    )
 
 
 def die() -> None:

@@ -415,6 +415,8 @@ class EmbCacheEmbeddingCollection(  # outputs are TorchRec's, not ours
         As for `EmbCacheEmbeddingBagCollection`.
     need_indices : bool
         Whether outputs bring the ids as their weights.
+    use_gather_select, use_gather_select_per_sharding
+        Of TorchRec's signature: how it picks rows out of what ranks have sent. Taken and given back; nothing here depends on them.
 
     Examples
     --------
@@ -437,6 +439,8 @@ class EmbCacheEmbeddingCollection(  # outputs are TorchRec's, not ours
         tables: Sequence[EmbeddingConfig],
         device: str | torch.device | Emulated | None = None,
         need_indices: bool = False,
+        use_gather_select: bool = False,
+        use_gather_select_per_sharding: dict[str, bool] | None = None,
         *,
         hbm_bytes: int | None = None,
         optimizer: OptimizerSpec | None = None,
@@ -449,10 +453,23 @@ class EmbCacheEmbeddingCollection(  # outputs are TorchRec's, not ours
         multi_hot_sizes: Sequence[int] | None = None,
         need_accumulate_offset: bool = True,
     ) -> None:
-        if not isinstance(need_indices, bool):
-            raise ConfigError(
-                f"need_indices = {shown(need_indices)}; give True or False, and RecSDK's world_size, batch_size, ... by keyword"
-            )
+        for name, flag in (("need_indices", need_indices), ("use_gather_select", use_gather_select)):
+            if not isinstance(flag, bool):
+                raise ConfigError(
+                    f"{name} = {shown(flag)}; give True or False, and RecSDK's world_size, batch_size, ... by keyword"
+                )
         self_options = {"hbm_bytes": hbm_bytes, "policy": policy, "accumulate": accumulate, "num_threads": num_threads}
         super().__init__(tables, device, optimizer, embedding_optimizer_cls, **self_options)
         self._show(self._configs, self._plain, need_indices)
+        self._use_gather_select, self._use_gather_select_per_sharding = (
+            use_gather_select,
+            use_gather_select_per_sharding,
+        )
+
+    def use_gather_select(self) -> bool:
+        """As it was given."""
+        return self._use_gather_select
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """As it was given."""
+        return self._use_gather_select_per_sharding

@@ -10,6 +10,9 @@ from batches import Shape, kjt, shapes
 from hypothesis import example, given, settings
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedTensor
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
 
 from embcache.torchrec import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection, replace_embeddings
@@ -208,6 +211,38 @@ def test_weights_count_where_the_collection_is_weighted_and_nowhere_else() -> No
     with pytest.raises(ValueError, match="no weights"):
         weighted(kjt(["f"], [[[1, 2], [3]]]))
     assert not len(weighted.tables()["t"])
+
+
+def test_weights_that_are_learned_get_torchs_gradients() -> None:
+    """TorchRec's position weights, inside the module that puts them before a collection."""
+    shape = Shape([("t", 5, 4, False, ["f"])], ["f"], [])
+    stock, ours = pair(shape, True, OPTIMIZERS[0], weighted=True)
+    learned = []
+    for collection in (stock, ours):
+        positions = PositionWeightedModuleCollection({"f": 3})
+        whole = FeatureProcessedEmbeddingBagCollection(collection, positions)
+        out = whole(kjt(["f"], [[[1, 2, 2], [3]]])).values()
+        (out * torch.arange(8.0).view(2, 4)).sum().backward()
+        learned.append((out.detach(), positions.position_weights["f"].grad))
+    for theirs, own in zip(*learned, strict=True):
+        torch.testing.assert_close(own, theirs)
+
+
+def test_a_model_of_torchrecs_trains_on_either() -> None:
+    """DeepFM, whose sparse part asks the collection for its configurations and regroups what it gives."""
+    shape = Shape([("t0", 5, 4, False, ["f0", "f1"]), ("t1", 5, 4, True, ["f2"])], ["f0", "f1", "f2"], [])
+    stock, ours = pair(shape, True, OPTIMIZERS[0])
+    batch, dense = kjt(["f0", "f1", "f2"], [[[1, 2], []], [[3], [4]], [[0], [0, 1]]]), torch.ones(2, 3)
+    found = []
+    for collection in (stock, ours):
+        torch.manual_seed(3)
+        model = SimpleDeepFMNN(3, collection, 8, 2)
+        logits = model(dense, batch)
+        logits.sum().backward()
+        found.append(logits.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    for expected, own in weights_of(stock, ours):
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_int32_ids_and_offsets_in_place_of_lengths() -> None:

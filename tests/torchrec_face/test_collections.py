@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 import weakref
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 from batches import kjt
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from torchrec.optim import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim import apply_optimizer_in_backward as old_apply
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import embcache as ec
 from embcache.errors import ConfigError
@@ -173,6 +177,22 @@ def test_table_names_are_unique_and_flags_are_flags() -> None:
         EmbCacheEmbeddingCollection([EmbeddingConfig(num_embeddings=1, embedding_dim=1, name="t")], "cpu", 8)
 
 
+def test_all_of_torchrecs_arguments_are_taken() -> None:
+    """By place, too, and what is asked back is what was given."""
+    for stock, own in (
+        (EmbeddingBagCollection, EmbCacheEmbeddingBagCollection),
+        (EmbeddingCollection, EmbCacheEmbeddingCollection),
+    ):
+        theirs = list(inspect.signature(stock.__init__).parameters)
+        assert list(inspect.signature(own.__init__).parameters)[: len(theirs)] == theirs
+    table = EmbeddingConfig(num_embeddings=1, embedding_dim=1, name="t")
+    emc = EmbCacheEmbeddingCollection([table], torch.device("cpu"), True, True, {"row_wise": False})
+    assert emc.need_indices() and emc.use_gather_select()
+    assert emc.use_gather_select_per_sharding() == {"row_wise": False}
+    with pytest.raises(ConfigError, match="use_gather_select = 8"):
+        EmbCacheEmbeddingCollection([table], "cpu", False, 8)
+
+
 def test_rec_sdk_calls_go_on_working() -> None:
     ebc = EmbCacheEmbeddingBagCollection(
         [bag(), bag("u", ["g"])],
@@ -302,6 +322,27 @@ def test_a_scheduler_of_the_fused_optimizer_reaches_the_rows() -> None:
         torch.testing.assert_close(rows(ebc, "t", [1]), expected)
     ebc.optimizer.param_groups[0]["lr"] = 0.75
     assert fused.param_groups[0]["lr"] == 0.75 and "lr: 0.75" in repr(fused)
+
+
+def test_torchrecs_wrappers_of_optimizers_take_it() -> None:
+    """Warm-up sets the learning rate of the next update; clipping finds no gradients of tables to clip."""
+    ebc = EmbCacheEmbeddingBagCollection([bag()], optimizer=ec.SGD(lr=0.5))
+    warming = WarmupOptimizer(ebc.fused_optimizer, [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.0)], lr=0.5)
+    clipped = GradientClippingOptimizer(warming, GradientClipping.NORM, max_gradient=1e-3)
+    expected = rows(ebc, "t", [1])
+    for lr in (0.0, 0.125, 0.25, 0.375, 0.5, 0.5):
+        clipped.zero_grad()
+        ebc(kjt(["f"], [[[1]]])).values().sum().backward()
+        clipped.step()
+        expected = expected - lr
+        torch.testing.assert_close(rows(ebc, "t", [1]), expected)
+
+
+def test_what_dense_optimizers_are_made_of_leaves_tables_out() -> None:
+    """TorchRec's own filter, as its examples use it."""
+    model = torch.nn.ModuleDict({"rows": EmbCacheEmbeddingBagCollection([bag()]), "top": torch.nn.Linear(4, 1)})
+    apply_optimizer_in_backward(torch.optim.Adagrad, model["rows"].parameters(), {"lr": 0.1})
+    assert [name for name, _ in in_backward_optimizer_filter(model.named_parameters())] == ["top.weight", "top.bias"]
 
 
 def test_a_combined_optimizer_holds_it_beside_the_dense_one() -> None:

@@ -109,7 +109,7 @@ def learn_the_same(
     assert len(losses) == STEPS and max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-5
     labels, expected = scores_of(stock, held_out)
     _, scores = scores_of(ours, held_out)
-    assert abs(auc(labels, expected) - auc(labels, scores)) < 1e-5
+    assert abs(auc(labels, expected) - auc(labels, scores)) < 2e-6  # three of the million and a half pairs at most
     return auc(labels, scores), report.collections[0].module.manager.stats()
 
 

@@ -64,7 +64,8 @@ def test_every_environment_variable_and_option_of_rec_sdk_is_named() -> None:
         "cpu_env npu_device npu_env fused_params qcomm_codecs_registry KeyedJaggedTensorWithTimestamp JaggedTensorWithTimestamp "
         "KeyedJaggedTensorWithCount KeyedJaggedTensorWithLookHelper click_labels return_loss execute_all_batches apply_jit context_type "
         "pipeline_postproc custom_model_fwd custom_model_zero_grad custom_model_bwd progress wait_pipeline_compute_swapinfo attach Saver "
-        "incremental get_latest_load_path table_indices"
+        "incremental get_latest_load_path table_indices model_convert compute_swap_info_async embedding_lookup_async "
+        "embedding_update_async statistics_key_count record_timestamp record_batch_keys_async evict_features embedding_to_host"
     ).split():
         assert re.search(rf"\b{name}\b", GUIDE), name
 

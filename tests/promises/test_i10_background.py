@@ -359,7 +359,8 @@ def filtered_run(folder: Path, rule: ec.AdmitAndEvictConfig, monkeypatch: pytest
     )  # most of that one has turned
     with ec.EmbCacheManager(tables, optimizer=ec.SGD(lr=0.1)) as other:
         other.restore(folder, generation)
-        assert model_state(other) == wanted and sketch_of(other) == sketch
+        same = model_state(other) == wanted and sketch_of(other) == sketch
+        assert same  # pytest would list the differences of some thousand counters, for minutes
     check(manager)
     manager.close()
 

@@ -506,9 +506,13 @@ class Flow:
         """Whether a batch that waits for room is to wait no longer."""
         return self.closing or self.freeze is not None
 
+    def _planned(self) -> list[Batch]:
+        """The batches that may have plans, the oldest first: those that wait again, since a collection was frozen, have some, too."""
+        return [*self.ready, *self.loaded]
+
     def _freeze(self, frozen: frozenset[str]) -> None:
         """From the batch on that the caller takes next nothing is planned for these collections, and for all others everything."""
-        for batch in [*self.ready, *list(self.loaded)[:1]][::-1]:
+        for batch in self._planned()[::-1]:
             for path, value, info in batch.plans[::-1]:
                 if path in frozen:
                     self._undo(path, info)
@@ -541,7 +545,7 @@ class Flow:
 
     def give_up(self) -> None:
         """Undo the plans that nobody has started, the newest first, and withdraw what was expected. Again is no harm."""
-        for batch in [*self.ready, *list(self.loaded)[:1]][::-1]:
+        for batch in self._planned()[::-1]:
             plans = [] if batch.started else batch.plans
             for path, _, info in plans[::-1]:
                 self._undo(path, info)

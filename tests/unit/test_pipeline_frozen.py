@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from pipelines import threads_end
 
 import embcache as ec
+from embcache.stages import Flow
 
 _threads_end = pytest.fixture(autouse=True)(threads_end)
 
@@ -75,14 +77,18 @@ def plain(seed: int) -> tuple[Any, list[Any]]:
     dense, switch, outputs = torch.optim.SGD(model.parameters(), lr=0.1), switches(model, seed), []
     for batch in batches():
         switch()
-        dense.zero_grad()
-        loss, out = model(batch)
-        loss.backward()
-        dense.step()
-        model.one.optimizer.step()
-        model.two.optimizer.step()
-        outputs.append(out.tolist())
+        outputs.append(train_alone(model, dense, batch))
     return all_of(model), outputs
+
+
+def train_alone(model: Pair, dense: torch.optim.Optimizer, batch: ec.JaggedFeatures) -> Any:
+    dense.zero_grad()
+    loss, out = model(batch)
+    loss.backward()
+    dense.step()
+    model.one.optimizer.step()
+    model.two.optimizer.step()
+    return out.tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -91,13 +97,87 @@ def test_collections_are_frozen_and_trained_again_as_without_a_pipeline(
     depth: int, rows: int | None, seed: int
 ) -> None:
     """Batches that were ready by then are planned for a collection that thaws, and not counted by one that freezes."""
+    assert_as_without(depth, rows, seed)
+
+
+def assert_as_without(depth: int, rows: int | None, seed: int) -> None:
+    """Through a pipeline all rows, counters and outputs are what they are without one, and nothing is left under way."""
     model, outputs = Pair(rows), []
     switch, source = switches(model, seed), batches()
     with ec.TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), depth=depth) as pipe:
         for _ in range(STEPS):
             switch()
             outputs.append(pipe.progress(source)[1].tolist())
-    assert (all_of(model), outputs) == plain(seed)
+    assert_ended(model)
+    found, wanted = (all_of(model), outputs), plain(seed)
+    assert [k for k in range(STEPS) if outputs[k] != wanted[1][k]] == []
+    assert found == wanted
+
+
+def wait_until_full(pipe: ec.TrainPipeline) -> None:
+    """Until all batches of its depth are planned."""
+    while len(pipe._flow.ready) < pipe._flow.depth:
+        pipe._check_open()
+        time.sleep(0.001)
+
+
+def assert_ended(model: Pair) -> None:
     for collection in (model.one, model.two):
         assert (collection.manager.outstanding, collection.manager.stats()["pinned"]) == (0, 0)
         collection.manager.planner.check()
+
+
+@pytest.fixture
+def slow_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller comes back with the next change before what the last one has undone is planned again."""
+    plan_part = Flow._plan_part
+
+    def slowly(self: Flow, *args: Any) -> Any:
+        time.sleep(0.004)
+        return plan_part(self, *args)
+
+    monkeypatch.setattr(Flow, "_plan_part", slowly)
+
+
+def test_a_second_change_comes_before_the_first_is_planned_again(slow_planner: None) -> None:
+    """Batches that wait to be planned for one collection have plans of the other, which are undone in order, too."""
+
+    def run(model: Pair, step: Callable[[int], None]) -> Any:
+        for k in range(12):
+            model.one.train(k % 6 != 3)
+            model.two.train(k % 6 < 5)
+            step(k)
+        return all_of(model)
+
+    model, source = Pair(None), batches()
+    with ec.TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), depth=6) as pipe:
+
+        def piped(k: int) -> None:
+            if k % 6 == 3:
+                wait_until_full(pipe)
+            pipe.progress(source)
+
+        found = run(model, piped)
+    assert_ended(model)
+    other = Pair(None)
+    dense, alone = torch.optim.SGD(other.parameters(), lr=0.1), batches()
+    assert found == run(other, lambda k: train_alone(other, dense, next(alone)))
+
+
+def test_a_pipeline_is_closed_while_batches_wait_to_be_planned_again(slow_planner: None) -> None:
+    """All that the batches behind the first had planned is undone: the next run sees no key that was not trained."""
+
+    def run(switch_first: bool) -> Any:
+        model, source = Pair(None), batches()
+        with ec.TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), depth=6) as pipe:
+            for step in range(4):
+                if step == 2:
+                    wait_until_full(pipe)
+                model.one.train(not switch_first or step != 2)
+                pipe.progress(source)
+        assert_ended(model)
+        return all_of(model)[
+            -3:
+        ]  # of the collection that was never frozen, and trained what the other one changed nothing of
+
+    assert run(True)[1] == run(False)[1]  # its counters

@@ -193,14 +193,18 @@ def test_an_uncaught_error_ends_the_process() -> None:
 
 
 def test_sigint_ends_a_training_process() -> None:
-    body = (
+    body = (  # a shell that starts the tests in the background has SIGINT ignored, by what it starts and its children
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "model = Model(); pipe = ec.TrainPipeline(model, sgd(model)); source = batches(10**9)\n"
         "train(pipe, source, 5); print('ready', flush=True); train(pipe, source)"
     )
     with subprocess.Popen(script(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=120)
+        try:
+            _, errors = child.communicate(timeout=120)
+        finally:
+            child.kill()
     assert child.returncode in (1, -signal.SIGINT, 130) and "KeyboardInterrupt" in errors
 
 

@@ -22,7 +22,7 @@ from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint8_t, uint32
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from embcache._core.arena cimport ec_arena, ec_arena_free, ec_arena_init, ec_arena_unwritten, ec_memory_room, ec_promises_share, promises
+from embcache._core.arena cimport ec_arena, ec_arena_at, ec_arena_free, ec_arena_init, ec_arena_segment_rows, ec_arena_unwritten, ec_memory_room, ec_promises_share, promises
 from embcache._core.arrays cimport INT64, Array, array_open, new_int64
 from embcache._core.digest cimport EC_VSHARDS, ec_hash, ec_splitmix, ec_xxh3
 from embcache._core.directory cimport Directory, ec_backing
@@ -30,6 +30,9 @@ from embcache._core.index cimport ec_index, ec_index_free
 from embcache._core.threads cimport parallel_for, process_mark, process_number, resolve_threads
 
 ec_promises_share(promises())
+
+cdef extern from "<sys/mman.h>":
+    int madvise(void *at, size_t bytes, int advice) noexcept nogil
 
 cdef extern from "ec_init.h":
     const int EC_INIT_CONSTANT
@@ -80,7 +83,7 @@ cdef extern from "ec_table.h":
         int64_t dim, state_dim, state_at
         int type, with_filter, closed
         ec_arena rows, states, keys, flags, frequencies, timestamps
-        int64_t row_limit
+        int64_t row_limit, written
         ec_partition *partitions
         int64_t partition_count, partition_slots, split_above, far_above
         uint8_t partition_of[4096]
@@ -147,6 +150,7 @@ cdef extern from "ec_insert.h":
     void ec_settle(const ec_insertion *b, int64_t share, ec_share_result *result) noexcept nogil
     void ec_insert_undo(const ec_insertion *b) noexcept nogil
     void ec_insert_finish(const ec_insertion *b, int64_t begin, int64_t end) noexcept nogil
+    void ec_insert_fill(const ec_insertion *b, const ec_rows_buffer *buffer, int64_t begin, int64_t end) noexcept nogil
 
 cdef extern from "ec_bulk.h":
     ctypedef struct ec_bulk:
@@ -180,6 +184,9 @@ cdef enum:
     MOST_SHARES = 8         # threads of one insert: each reads the whole batch
     MOST_STATE_PARTS = 8
     MOST_DIM = 1 << 20
+    POPULATE_WRITE = 23     # MADV_POPULATE_WRITE, from Linux 5.14 on; older ones refuse it
+    PAGE = 4096
+    HUGE_PAGE = 2 << 20
 
 INIT_KINDS = {
     "zeros": EC_INIT_CONSTANT,
@@ -409,6 +416,7 @@ cdef void table_find(ec_table *t, const int64_t *keys, const uint64_t *hashes, i
 
 cdef struct Insert:
     ec_insertion b
+    const ec_rows_buffer *buffer
     ec_share_result results[MOST_SHARES]
 
 
@@ -423,18 +431,24 @@ cdef void _finish_task(void *context, int64_t task) noexcept nogil:
     ec_insert_finish(&job.b, begin, begin + _span_size(job.b.n, task))
 
 
+cdef void _fill_task(void *context, int64_t task) noexcept nogil:
+    cdef Insert *job = <Insert *>context
+    cdef int64_t begin = task * SPAN
+    ec_insert_fill(&job.b, job.buffer, begin, begin + _span_size(job.b.n, task))
+
+
 cdef int table_insert(ec_table *t, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born,
                       int num_threads) noexcept nogil:
-    return _insert(t, keys, hashes, n, rows, born, num_threads, False)
+    return _insert(t, keys, hashes, n, rows, born, num_threads, NULL)
 
 
 cdef int _insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, int64_t n, int64_t *rows, uint8_t *born,
-                 int num_threads, bint bare) noexcept nogil:
-    """`table_insert`; with `bare` new rows get no initial values, since the caller writes all rows before it lets go of the lock."""
+                 int num_threads, const ec_rows_buffer *buffer) noexcept nogil:
+    """`table_insert`; with `buffer` all keys get its rows, in their order, and of a repeated key the last."""
     cdef ec_table_fields *t = <ec_table_fields *>handle
     cdef Insert job
     cdef ec_bulk bulk
-    cdef bint huge = n > t.split_above // 2, cut = False
+    cdef bint huge = n > t.split_above // 2, cut = False, filled = False
     cdef int64_t i, count = 0
     cdef int threads = _threads_for(n, num_threads)
     cdef int status = ec_insert_begin(handle, n)
@@ -452,7 +466,8 @@ cdef int _insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, 
     job.b.rows = rows
     job.b.born = born
     job.b.groups = NULL
-    job.b.bare = bare
+    job.b.bare = buffer != NULL
+    job.buffer = buffer
     job.b.shares = min(<int64_t>threads, min(t.partition_count, <int64_t>MOST_SHARES))
     if huge and t.partition_count > 1:
         cut = ec_bulk_cut(&bulk, handle, keys, n)
@@ -468,7 +483,8 @@ cdef int _insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, 
     if status == EC_OK:
         status = ec_table_back_locals(handle)
     if status == EC_OK and count:
-        parallel_for(_finish_task, &job, _spans(n), threads)
+        filled = buffer != NULL and count == n and not cut
+        parallel_for(_fill_task if filled else _finish_task, &job, _spans(n), threads)
         ec_table_wrote(handle)
         t.live += count
         t.version += 1
@@ -479,6 +495,8 @@ cdef int _insert(ec_table *handle, const int64_t *keys, const uint64_t *hashes, 
         if status == EC_OK:
             ec_bulk_join(&bulk, handle, keys, n, rows, born)
         ec_bulk_drop(&bulk)
+    if status == EC_OK and buffer != NULL and not filled:
+        table_write(handle, rows, n, buffer, num_threads)
     return status
 
 
@@ -619,6 +637,28 @@ cdef list _runs(object values):
     edges = np.flatnonzero(np.diff(values)) + 1
     parts = np.split(values, edges) if np.any(values) else []
     return [[len(part), float(part[0])] for part in parts]
+
+
+@final
+cdef class ComingMemory:
+    """Memory in which rows that are still to be born will lie; see `Table.coming_memory`. Any one thread, beside any others' calls."""
+
+    cdef char *at
+    cdef char *end
+
+    def ready(self):
+        """Have the system clear a little more of it, at most 2 MiB; False once there is nothing left, or the system will not.
+
+        No content changes, whatever has become of the table meanwhile.
+        """
+        cdef size_t bytes = min(<size_t>HUGE_PAGE, <size_t>(self.end - self.at))
+        cdef int refused
+        if bytes == 0:
+            return False
+        with nogil:
+            refused = madvise(self.at, bytes, POPULATE_WRITE)
+        self.at = self.end if refused else self.at + bytes
+        return self.at < self.end
 
 
 @final
@@ -1136,12 +1176,13 @@ cdef class Table:
         return weights, state
 
     def assign(self, const int64_t[::1] keys not None, weights not None, const float[:, ::1] state=None,
-               const int64_t[::1] frequencies=None, const int64_t[::1] timestamps=None):
+               const int64_t[::1] frequencies=None, const int64_t[::1] timestamps=None, *, num_threads=None):
         """Insert or overwrite rows; of a repeated key the last row wins.
 
         Without `state` the state becomes zero; without `frequencies` and `timestamps`, of a table that keeps them, those of rows that
-        were there stay.
+        were there stay. `num_threads`: default the table's.
         """
+        cdef int threads = self.num_threads if num_threads is None else resolve_threads(num_threads)
         cdef int64_t n = keys.shape[0]
         cdef int64_t state_dim = self.t.state_dim
         cdef int status = EC_OK
@@ -1175,13 +1216,11 @@ cdef class Table:
                     buffer.states = &state_at
                     buffer.widths = &state_dim
                 with nogil:
-                    status = _insert(self.t, &keys[0], NULL, n, &rows[0], &born[0], self.num_threads, True)
-                    if status == EC_OK:
-                        table_write(self.t, &rows[0], n, &buffer, self.num_threads)
-                        if frequencies is not None:
-                            for i in range(n):
-                                table_freq(self.t, rows[i])[0] = frequencies[i]
-                                table_ts(self.t, rows[i])[0] = timestamps[i]
+                    status = _insert(self.t, &keys[0], NULL, n, &rows[0], &born[0], threads, &buffer)
+                    if status == EC_OK and frequencies is not None:
+                        for i in range(n):
+                            table_freq(self.t, rows[i])[0] = frequencies[i]
+                            table_ts(self.t, rows[i])[0] = timestamps[i]
                 if status != EC_OK:
                     raise self.failure(status, n)
             finally:
@@ -1478,6 +1517,31 @@ cdef class Table:
                 raise self.failure(status, rows)
         finally:
             self.leave()
+
+    def coming_memory(self, int64_t skip, int64_t most):
+        """Where rows after the next `skip` new ones will lie, `most` of them at most, as far as it is mapped: to be made ready beside inserts.
+
+        Nothing of a table in files: its pages are a file's, and may be more than memory holds.
+        """
+        cdef ec_table_fields *t = <ec_table_fields *>self.t
+        cdef ComingMemory coming = ComingMemory()
+        cdef int64_t first, last, segment = 0, begin = 0
+        self.enter(False)
+        try:
+            first = t.written + max(skip, <int64_t>0)
+            last = min(first + max(most, <int64_t>0), t.rows.rows)
+            if first >= last or t.backing != NULL:
+                return coming
+            while begin + ec_arena_segment_rows(&t.rows, segment) <= first:
+                begin += ec_arena_segment_rows(&t.rows, segment)
+                segment += 1
+            last = min(last, begin + ec_arena_segment_rows(&t.rows, segment))
+            coming.at = ec_arena_at(&t.rows, first)
+            coming.end = coming.at + (last - first) * t.rows.stride
+            coming.at -= <uint64_t>coming.at % PAGE
+        finally:
+            self.leave()
+        return coming
 
     def rows_of(self, const int64_t[::1] extents not None, bint changed=False):
         """Live rows of extents, in their order, as row indexes int64; with `changed` only those that `changed` counts."""

@@ -26,13 +26,15 @@ class Helper:
     ----------
     busy : bool
         Whether `result` was not called since `start`.
+    wanted : bool
+        Whether somebody waits in `result`: a call that also does what is not asked for may end.
     """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.busy = False
+        self.busy = self.wanted = False
 
     def start(self, call: Callable[..., Any], *arguments: Any) -> None:
         """Begin ``call(*arguments)``."""
@@ -50,8 +52,9 @@ class Helper:
 
     def result(self) -> Any:
         """What the last call returned; raises what it raised. `StorageError` where the thread has died over it, or is not this process's."""
+        self.wanted = True
         value, error = self._answer()
-        self.busy = False
+        self.busy = self.wanted = False
         if error is not None:
             raise error
         return value
@@ -66,7 +69,7 @@ class Helper:
                 )  # a last time when it is not: it may have answered before it went
             except queue.Empty:
                 pass
-        self.busy = False
+        self.busy = self.wanted = False
         raise StorageError(
             errno.EIO,
             "the thread that read or wrote a part of a checkpoint has died, or is another process's: try again",

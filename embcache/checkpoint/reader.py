@@ -7,7 +7,7 @@ is handed out before the digest of its chunk was checked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ __all__ = ["FilterState", "Reader", "Rows"]
 
 _TRIES = 100  # each but the last takes a pruning between two steps
 _WINDOW_KEYS = 8 << 20  # changed keys that are held in memory at a time, 8 bytes each
+_Beside = Callable[[int], Callable[[], bool]]
 
 
 @dataclass(frozen=True)
@@ -377,11 +378,17 @@ class Reader:
             if place.kind in (WAITING, LATE) and place.rank in writers
         )
 
-    def rows(self, name: str, *, ahead: bool = False) -> Iterator[Rows]:
+    def rows(self, name: str, *, ahead: bool = False, beside: _Beside | None = None) -> Iterator[Rows]:
         """All rows of a table in this rank's vshards, each key once with its newest row, some at a time.
 
-        With `ahead` a thread reads and checks the next chunk while the caller is busy with this one; it takes memory for
-        another chunk.
+        Parameters
+        ----------
+        name : str
+        ahead : bool
+            A thread reads and checks the next chunk while the caller is busy with this one; it takes memory for another chunk.
+        beside : callable, optional
+            What else that thread may do for the caller: ``beside(rows)`` is called before so many rows are handed out, and returns
+            what the thread calls, again and again, once it has read and nobody waits for it, until that returns False.
 
         Raises
         ------
@@ -397,17 +404,19 @@ class Reader:
         windows = min(windows, high - low)
         for i in range(windows):
             window = (low + (high - low) * i // windows, low + (high - low) * (i + 1) // windows)
-            yield from self._rows_of_window(name, levels, window, ahead)
+            yield from self._rows_of_window(name, levels, window, ahead, beside)
 
     # ---------------------------------------------------------------------------------------------------------- levels
 
-    def _rows_of_window(self, name: str, levels: list[Level], window: tuple[int, int], ahead: bool) -> Iterator[Rows]:
+    def _rows_of_window(
+        self, name: str, levels: list[Level], window: tuple[int, int], ahead: bool, beside: _Beside | None
+    ) -> Iterator[Rows]:
         """The same for keys of some vshards: from the newest level to the oldest, without keys that a newer level has."""
         newer = np.empty(0, np.int64)
         for depth, level in enumerate(levels):
             here = [newer]
             places = list(self._own(level.tables[name], ROWS, ERASED, vshards=window))
-            for place, columns in zip(places, self._read_all(level, places, ahead), strict=True):
+            for place, columns in zip(places, self._read_all(level, places, ahead, beside), strict=True):
                 kept = self._mask(place, columns["keys"], window)
                 if depth + 1 < len(levels):  # before a row is handed out: the caller may use the reader meanwhile
                     here.append(columns["keys"][kept].copy())
@@ -481,7 +490,9 @@ class Reader:
         self.stats["chunks"] += 1
         self.stats["bytes"] += place.length
 
-    def _read_all(self, level: Level, places: list[ChunkPlace], ahead: bool) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    def _read_all(
+        self, level: Level, places: list[ChunkPlace], ahead: bool, beside: _Beside | None = None
+    ) -> Iterator[dict[str, npt.NDArray[Any]]]:
         """The columns of chunks, one after the other; with `ahead` the next one is read meanwhile, into the other of two buffers."""
         if not ahead or len(places) < 2:
             yield from (self._read(level, place) for place in places)
@@ -490,10 +501,18 @@ class Reader:
             level.segment(place)  # opened here: the thread only reads
         buffers = [self._buffer, ChunkBuffer()]
         with Helper() as helper:
+
+            def read(place: ChunkPlace, buffer: ChunkBuffer, also: Callable[[], bool] | None) -> Any:
+                found = level.read(place, buffer)
+                while also is not None and not helper.wanted and also():
+                    pass
+                return found
+
             for i, place in enumerate(places):
                 _, columns = helper.result() if i else level.read(place, buffers[0])
                 if i + 1 < len(places):
-                    helper.start(level.read, places[i + 1], buffers[(i + 1) % 2])
+                    also = None if beside is None else beside(place.rows)
+                    helper.start(read, places[i + 1], buffers[(i + 1) % 2], also)
                 self._count(place)
                 yield columns
 

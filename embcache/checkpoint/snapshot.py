@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["RestoreReport", "batches_of_rows", "empty_table", "fill", "put_rows", "row_batches", "save_table"]
 
 _BLOCK_EXTENTS = 64  # of 1024 rows: what is looked through at a time
+_AHEAD_BYTES = 16 << 20  # of rows to come, whose memory is made ready while others are inserted
 _CUT_FROM = 16  # a run ends a chunk only where it holds a sixteenth of one: small deltas would be mostly padding
 
 
@@ -193,17 +194,25 @@ def fill(reader: Reader, core: Table, name: str) -> int:
         The table holds some of the rows and must be thrown away, or emptied.
     """
     count = 0
-    core.reserve(reader.rows_expected(name))
-    for rows in reader.rows(name, ahead=core.num_threads > 1):
-        put_rows(core, rows)
+    expected = reader.rows_expected(name)
+    core.reserve(expected)
+    threads = core.num_threads
+
+    def beside(rows: int) -> Callable[[], bool]:
+        room = _AHEAD_BYTES // (4 * (core.dim + core.state_dim))
+        return core.coming_memory(rows, min(room, expected - count - rows)).ready
+
+    # One thread reads, checks, and has memory cleared for the rows to come; the others insert.
+    for rows in reader.rows(name, ahead=threads > 1, beside=beside):
+        put_rows(core, rows, max(threads - 1, 1))
         count += len(rows.keys)
     return count
 
 
-def put_rows(core: Table, rows: Rows) -> None:
+def put_rows(core: Table, rows: Rows, num_threads: int | None = None) -> None:
     """Insert or overwrite rows of the shape that the table has."""
     state = rows.state if core.state_dim else None
     if core.with_filter and rows.frequencies is not None and rows.timestamps is not None:
-        core.assign(rows.keys, rows.weights, state, rows.frequencies, rows.timestamps)
+        core.assign(rows.keys, rows.weights, state, rows.frequencies, rows.timestamps, num_threads=num_threads)
     else:
-        core.assign(rows.keys, rows.weights, state)
+        core.assign(rows.keys, rows.weights, state, num_threads=num_threads)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -259,6 +260,34 @@ def test_reading_ahead_gives_the_same_rows_and_the_same_error(
                 count += len(rows.keys)
         errors.append((count, str(error.value), reader.stats))
     assert errors[0] == errors[1] and errors[0][0] > 5000
+
+
+def test_what_a_thread_may_do_beside_reading_is_asked_for_before_each_chunk(tmp_path: Path) -> None:
+    description = TableDescription("t", 16)
+    columns = columns_for(description, keys_of(3, 9000), 1)
+    save(tmp_path, description, columns)
+    asked, done, idle = [], [], threading.Event()
+
+    def beside(rows: int) -> Callable[[], bool]:
+        asked.append(rows)
+        left = [3]
+        idle.clear()
+
+        def work() -> bool:
+            left[0] -= 1
+            done.append(threading.current_thread() is threading.main_thread())
+            if not left[0]:
+                idle.set()
+            return left[0] > 0
+
+        return work
+
+    handed = []
+    with Reader(tmp_path) as reader:
+        for rows in reader.rows("t", ahead=True, beside=beside):
+            handed.append(len(rows.keys))
+            assert len(handed) > len(asked) or idle.wait(10)
+    assert len(asked) > 3 and asked == handed[:-1] and done == [False] * 3 * len(asked)
 
 
 @pytest.mark.parametrize(("writers", "readers"), list(product([1, 2, 4], [1, 3, 4])))

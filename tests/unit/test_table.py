@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -448,6 +449,92 @@ def test_i4_rows_do_not_depend_on_threads_or_bucket_seed(split_above: int) -> No
     reference = life(1, 1)
     for threads, index_seed in ((2, 1), (4, 77), (4, None)):
         assert all(np.array_equal(a, b) for a, b in zip(reference, life(threads, index_seed), strict=True))
+
+
+def in_memory() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_coming_memory_is_had_ahead_and_nothing_else_changes() -> None:
+    table = Table("t", 1024, num_threads=1)
+    count = 0
+    while table.stats()["reserved_bytes"] < 7 << 20:  # until it is in a new segment, which is mapped whole
+        table.insert(np.arange(count, count + 1024))
+        count += 1024
+    rows = table.lookup_rows(np.arange(count))[0]
+    stats, version, before = table.stats(), table.version, in_memory()
+    coming = table.coming_memory(8, 1500)  # of 4 KiB
+    calls = 1
+    while coming.ready():
+        calls += 1
+    assert calls == 3
+    assert in_memory() - before > 3 << 20
+    assert (
+        not coming.ready() and not table.coming_memory(1 << 40, 5).ready() and not table.coming_memory(-1, -1).ready()
+    )
+    assert (table.stats(), table.version) == (stats, version)
+    assert np.array_equal(table.lookup_rows(np.arange(count))[0], rows)
+    table.insert(np.arange(count + 3000))
+    assert np.array_equal(table.lookup_rows(np.arange(count))[0], rows)
+    table.check()
+    table.close()
+    assert not coming.ready()
+
+
+def test_no_page_of_a_file_is_had_ahead(tmp_path: Path) -> None:
+    table = Table("t", 1024, directory=tmp_path / "t")
+    table.insert(np.arange(1000))
+    assert table.stats()["reserved_bytes"] and not table.coming_memory(0, 1000).ready()
+    table.close()
+
+
+@pytest.mark.parametrize(("split_above", "at_a_time", "threads"), [(3000, 1000, 1), (1 << 20, 20_000, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_assigning_new_keys_alone_is_inserting_and_then_writing(
+    split_above: int, at_a_time: int, threads: int, dtype: str
+) -> None:
+    """Keys that are all new take another way (ec_insert_fill), as those of a restore do."""
+
+    def table() -> Table:
+        one = Table(
+            "t",
+            5,
+            state_dim=7,
+            dtype=dtype,
+            with_filter=True,
+            num_threads=threads,
+            split_above=split_above,
+            index_seed=1,
+        )
+        one.insert(np.arange(500))
+        one.write_columns(one.find(np.arange(300)), np.full(300, 9), np.full(300, 9))
+        one.mark_saved()
+        one.erase(np.arange(200, 500))  # the first new rows will lie where these did, the last of all among them
+        return one
+
+    keys, at_once, in_two = keys_from(3, 20_000), table(), table()
+    weights, state = ramp(20_000, 5), ramp(20_000, 7)
+    for begin in range(0, len(keys), at_a_time):
+        some = slice(begin, begin + at_a_time)
+        at_once.assign(keys[some], weights[some], state[some])
+        in_two.insert(keys[some])
+        in_two.assign(keys[some], weights[some], state[some])
+    for one in at_once, in_two:
+        one.check()
+    rows = at_once.find(keys)
+    assert np.array_equal(rows, in_two.find(keys)) and len(at_once) == 20_200
+    for mine, other in zip(at_once.lookup_rows(keys), in_two.lookup_rows(keys), strict=True):
+        assert np.array_equal(mine, other)
+    assert all(map(np.array_equal, at_once.columns(rows), in_two.columns(rows)))
+    assert not at_once.columns(rows)[1].any() and (at_once.columns(rows)[2] == INT64_MIN).all()
+    assert at_once.changed() == in_two.changed() == 20_000
+    if split_above < len(keys):
+        return  # who splits a partition between inserts gives other rows after their undoing
+    at_once.unborn(keys)
+    in_two.unborn(keys)
+    assert np.array_equal(at_once.insert(keys), in_two.insert(keys))
 
 
 def test_insert_born_marks_first_places_only() -> None:

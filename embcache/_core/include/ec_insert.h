@@ -343,4 +343,32 @@ static void ec_insert_finish(const ec_insertion *b, int64_t from, int64_t to)
     }
 }
 
+/* The same, of an insert whose keys are all new and come in the order of `buffer`, with the rows that it holds in place of initial
+ * values. No two elements have one row, so any part may be done by any thread. */
+static void ec_insert_fill(const ec_insertion *b, const ec_rows_buffer *buffer, int64_t from, int64_t to)
+{
+    const ec_table *t = b->t;
+    const int64_t row_bytes = ec_table_row_bytes(b->t);
+    int64_t fresh = 0;
+    ec_stretch stretch = ec_stretch_none(t);
+    for (int64_t i = from; i < to; ++i) {
+        const int again = b->born[i] & EC_BORN_AGAIN;
+        if (b->rows[i] < 0)
+            b->rows[i] = ec_partition_row(ec_table_partition(t, ec_hash_at(b->keys, b->hashes, i)), -1 - b->rows[i]);
+        const int64_t row = b->rows[i];
+        ec_stretch_to(t, &stretch, row);
+        const int64_t within = row & (((int64_t)1 << stretch.shift) - 1);
+        stretch.keys[within] = b->keys[i];
+        stretch.flags[within] = again ? EC_LIVE | EC_CHANGED | EC_AGAIN : EC_LIVE | EC_CHANGED;
+        if (t->with_filter) {
+            *ec_table_freq(t, row) = 0;
+            *ec_table_ts(t, row) = INT64_MIN;
+        }
+        ec_write_values(t, row, stretch.weights + within * t->rows.stride, i, buffer);
+        fresh += again == 0;
+        b->born[i] = 1;
+    }
+    ec_table_wrote_some(b->t, fresh * row_bytes);
+}
+
 #endif

@@ -177,11 +177,10 @@ static void ec_read_span(const ec_table *t, const int64_t *rows, int64_t from, i
     ec_stream_fence(stream);
 }
 
-static inline void ec_write_row(const ec_table *t, int64_t row, int64_t place, const ec_rows_buffer *buffer)
+/* The values of a row whose weights are at `weights`, from row `place` of a buffer. */
+static inline void ec_write_values(const ec_table *t, int64_t row, void *weights, int64_t place, const ec_rows_buffer *buffer)
 {
-    if (!buffer->home)
-        *ec_table_flags(t, row) |= EC_CHANGED;
-    ec_table_take(t, ec_table_weights(t, row), buffer->type, (const char *)buffer->weights + place * buffer->stride, t->dim);
+    ec_table_take(t, weights, buffer->type, (const char *)buffer->weights + place * buffer->stride, t->dim);
     if (buffer->parts == 0 || t->state_dim == 0)
         return;
     float *state = ec_table_state(t, row);
@@ -192,6 +191,13 @@ static inline void ec_write_row(const ec_table *t, int64_t row, int64_t place, c
         memcpy(state, buffer->states[part] + place * width, (size_t)width * sizeof(float));
         state += width;
     }
+}
+
+static inline void ec_write_row(const ec_table *t, int64_t row, int64_t place, const ec_rows_buffer *buffer)
+{
+    if (!buffer->home)
+        *ec_table_flags(t, row) |= EC_CHANGED;
+    ec_write_values(t, row, ec_table_weights(t, row), place, buffer);
 }
 
 /* Buffer rows -> table rows, all n elements in order, of which this call serves the rows of residue `share` modulo

@@ -7,6 +7,7 @@ the compiled table. It must never hand out memory of the table: every result is 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -144,7 +145,8 @@ def _close_dropped(core: Table) -> None:
 
 def _refuse_masked(what: str, value: Any, owner: str) -> None:
     """Raise `ShapeError` for a masked array: NumPy would drop the mask, and what lies under it is no data."""
-    if isinstance(value, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # who holds a masked array has it; imported here it might meet a full table of descriptors
+    if masked is not None and isinstance(value, masked.MaskedArray):
         raise ShapeError(f"{owner}: {what} is a masked array; give a plain one: filled(...) or compressed()")
 
 

@@ -8,7 +8,7 @@ import torch
 
 import embcache as ec
 from embcache._core.filter import FeatureFilter
-from embcache._core.swap import SwapManager, _fail_allocation, _set_bracket
+from embcache._core.swap import SwapManager, _fail_allocation, _set_bracket, _set_isa
 from embcache._core.table import Table
 from embcache.config import AdmitAndEvictConfig, ShowClick
 from embcache.errors import ConfigError, HostMemoryError, PlanError
@@ -324,6 +324,54 @@ def test_the_lowest_of_many_are_evicted_whatever_the_sample_says(bracket, values
     left = np.sort(waiting[np.lexsort((waiting, waits))][int(0.37 * len(waiting)) :])
     assert manager.export_filter(0)["keys"].tolist() == left.tolist()
     assert manager.stats()[0]["evicted"] == len(gone) and manager.stats()[0]["forgotten"] == 7400
+    manager.check()
+
+
+def _decayed(score, decay, sweeps):
+    """As ec_score.h decays: one product with the power, that by repeated squaring."""
+    power = 1.0
+    while sweeps:
+        if sweeps & 1:
+            power *= decay
+        sweeps >>= 1
+        decay *= decay
+    return score * power
+
+
+@pytest.mark.parametrize("isa", ["baseline", "auto"])
+@pytest.mark.parametrize("decay", [1.0, 0.999, 0.3])
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_the_lowest_by_scores_of_all_ages(share, decay, isa):
+    """One look by bounds a sweep: few low scores are gathered, many are not, and the oldest have no bound; the user's rows count for nothing."""
+    rng = np.random.default_rng(3)
+    rows, epoch = 40_000, 5000
+    config = AdmitAndEvictConfig(
+        admit_threshold=0.0,
+        evict_step_interval=1000,
+        policy="show_click",
+        show_click=ShowClick(score_decay=decay, evict_percentage=share),
+    )
+    table = Table("t", 1, with_filter=True)
+    manager = SwapManager([table], [1000], [config], num_threads=1)
+    _set_isa(manager, isa)
+    _set_bracket(manager, 10.0)  # more than go are gathered, so who is missed by the bounds is missed in the end
+    manager.import_filter(0, {**manager.export_filter(0), "epoch": epoch})
+    keys = rng.permutation(rows) - rows // 2
+    scores = np.exp(rng.normal(0, 3, rows))
+    scores[:50] = 5e-324
+    last = epoch - rng.choice([0, 1, 2, 70, 500, 1022, 1023, 1024, 3000], rows)
+    counts = scores.view(np.int64) + 1
+    users = rng.random(rows) < 0.2
+    counts[users] = last[users] = 0
+    table.write_columns(table.insert(keys), counts, last)
+    manager.start_at(999)
+    run(manager, [], clicked=[])
+    now = np.array([_decayed(*one) for one in zip(scores, [decay] * rows, (epoch + 1 - last).tolist(), strict=True)])
+    scored = np.flatnonzero(~users)
+    order = scored[np.lexsort((keys[scored], now[scored]))]
+    gone = order[: int(share * len(scored))]
+    found = table.find(keys)
+    assert np.array_equal(np.flatnonzero(found < 0), np.sort(gone))
     manager.check()
 
 

@@ -790,6 +790,18 @@ def test_torch_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_calls_import_nothing() -> None:
+    """What is imported late may meet a process without descriptors, after a part of the work is done."""
+    code = (
+        "import sys, numpy as np, embcache.table\n"
+        "table, before = embcache.table.EmbTable('t', 4), set(sys.modules)\n"
+        "keys, rows = np.arange(9), np.ones((9, 4), np.float32)\n"
+        "table.assign(keys, rows); table.insert(keys + 5); table.find(keys); table.lookup(keys); table.erase(keys[:3])\n"
+        "assert len(table) == 11 and set(sys.modules) == before, set(sys.modules) - before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_defaults_are_those_of_the_design() -> None:
     with EmbTable("t", 4) as table:
         assert table.initializer == Uniform(-0.05, 0.05)

@@ -1,5 +1,5 @@
 /* Selection: the n-th smallest of what a table holds by a value and then by key, with an amount of memory that is a small
- * part of the table, and two looks at each place where all goes well.
+ * part of the table, and one look at each place where all goes well.
  *
  * A sample of random places gives a bracket that the n-th lies in with near certainty; one look at every place counts what
  * is below the bracket and gathers what is inside, of which the n-th is chosen in memory (as in Floyd and Rivest,
@@ -11,6 +11,7 @@
 
 #include <stdint.h>
 
+#include "ec_low.h"
 #include "ec_old.h"
 #include "ec_work.h"
 
@@ -42,11 +43,13 @@ typedef struct {
     int64_t cutoff;
     int64_t places;
     double power[EC_POWERS]; /* the decay of a score that was last changed so many sweeps ago */
+    const int64_t *up_to;    /* NULL, or who has a low score at most (ec_low.h): the others are counted, and not looked at */
 } ec_field;
 
 /* What was found at a run of places. */
 typedef struct {
     int64_t size;   /* ranks */
+    int64_t passed; /* those that have a rank, and one too high for the field */
     int64_t living; /* rows, those without a rank included */
     ec_rank rank[EC_RUN];
     int64_t place[EC_RUN];
@@ -60,6 +63,7 @@ static inline void ec_field_make(ec_field *f, const ec_work *w, int64_t t, int k
     f->t = t;
     f->kind = kind;
     f->cutoff = cutoff;
+    f->up_to = NULL;
     f->places = kind == EC_WAITING_BY_SCORE ? s->filter->entries.size : s->cache.capacity + s->table->row_limit + w->parts[t].unique;
     for (int i = 0; i < EC_POWERS; i++) f->power[i] = ec_score_decayed(1.0, s->filter->rule.decay, i);
 }
@@ -81,6 +85,13 @@ EC_INLINE void ec_run_add(ec_run *run, const ec_field *f, const ec_filter *filte
     run->size += freq != 0 && (kind != EC_BY_TIME || last < f->cutoff);
 }
 
+/* Whether a rank is too high for the field: it is counted. */
+EC_INLINE int ec_run_passes(ec_run *run, const ec_field *f, const ec_filter *filter, int64_t freq, int64_t last) {
+    const int passes = f->up_to && !ec_low_maybe(freq, last, filter->epoch, f->up_to);
+    run->passed += passes;
+    return passes;
+}
+
 /* Looks at places from `at` on, `most` of them or to the end of what lies together. Returns where it has stopped. */
 EC_INLINE int64_t ec_run_look(const ec_field *f, int kind, int64_t at, int64_t most, ec_run *run) {
     const ec_work *w = f->w;
@@ -88,17 +99,18 @@ EC_INLINE int64_t ec_run_look(const ec_field *f, int kind, int64_t at, int64_t m
     const ec_filter *filter = s->filter;
     const int64_t capacity = s->cache.capacity, limit = s->table->row_limit, passing = filter->pass.region != EC_PASS_IDLE;
     int64_t stop = at + most < f->places ? at + most : f->places;
-    run->size = run->living = 0;
+    run->size = run->passed = run->living = 0;
     if (kind == EC_WAITING_BY_SCORE) {
         for (; at < stop; at++) {
             const ec_filter_entry *entry = &EC_ENTRY(filter, at);
-            if (entry->count != 0) ec_run_add(run, f, filter, kind, at, entry->key, entry->count, entry->last);
+            if (entry->count != 0 && !ec_run_passes(run, f, filter, entry->count, entry->last)) ec_run_add(run, f, filter, kind, at, entry->key, entry->count, entry->last);
         }
     } else if (at < capacity) {
         stop = stop < capacity ? stop : capacity;
         for (; at < stop; at++) {
             const ec_slot *slot = &s->cache.slots[at];
             if (s->cache.state[at] != EC_SLOT_LIVE || (passing && ec_side_slot_dead(s, slot))) continue;
+            if (kind == EC_BY_SCORE && ec_run_passes(run, f, filter, slot->freq, slot->last)) continue;
             ec_run_add(run, f, filter, kind, at, slot->key, slot->freq, slot->last);
         }
     } else if (at < capacity + limit) {
@@ -121,6 +133,17 @@ EC_INLINE int64_t ec_run_look(const ec_field *f, int kind, int64_t at, int64_t m
                 }
             }
         }
+        if (kind == EC_BY_SCORE && f->up_to && !passing) { /* most have a higher score, and are only counted */
+            const int64_t words = (stop - at) / 64;
+            uint64_t low[EC_RUN / 64];
+            run->passed += EC_CLONE_OF(ec_low_words, w->avx2)(flags, freq, last, words, filter->epoch, f->up_to, low);
+            for (; i < 64 * words; i += 64) {
+                for (uint64_t rest = low[i / 64]; rest; rest &= rest - 1) {
+                    const int64_t at_home = i + __builtin_ctzll(rest);
+                    ec_run_add(run, f, filter, kind, at + at_home, key[at_home], freq[at_home], last[at_home]);
+                }
+            }
+        }
         for (; i < stop - at; i++) {
             if ((flags[i] & (EC_LIVE | EC_RESIDENT)) != EC_LIVE) continue;
             if (passing && ec_filter_row_dead(filter, key[i], freq[i], last[i])) continue;
@@ -139,22 +162,6 @@ EC_INLINE int64_t ec_run_look(const ec_field *f, int kind, int64_t at, int64_t m
 static int64_t ec_run_fill(const ec_field *f, int64_t at, int64_t most, ec_run *run) {
     if (f->kind == EC_BY_TIME) return ec_run_look(f, EC_BY_TIME, at, most, run);
     return f->kind == EC_BY_SCORE ? ec_run_look(f, EC_BY_SCORE, at, most, run) : ec_run_look(f, EC_WAITING_BY_SCORE, at, most, run);
-}
-
-/* Rows of a table that have a score, as training has met them: the ranks of its EC_BY_SCORE field, counted without making them. */
-static int64_t ec_scored_rows(const ec_work *w, int64_t t) {
-    const ec_side *s = &w->sides[t];
-    const int64_t limit = s->table->row_limit, end = w->offsets[t] + w->parts[t].unique;
-    int64_t found = 0;
-    EC_ASSERT(s->filter->pass.region == EC_PASS_IDLE);
-    for (int64_t at = 0; at < s->cache.capacity; at++) found += s->cache.state[at] == EC_SLOT_LIVE && s->cache.slots[at].freq != 0;
-    for (int64_t row = 0; row < limit; row += EC_EXTENT_ROWS) {
-        const uint8_t *flags = ec_table_flags(s->table, row);
-        const int64_t *freq = ec_table_freq(s->table, row), n = limit - row < EC_EXTENT_ROWS ? limit - row : EC_EXTENT_ROWS;
-        for (int64_t i = 0; i < n; i++) found += (flags[i] & (EC_LIVE | EC_RESIDENT)) == EC_LIVE && freq[i] != 0;
-    }
-    for (int64_t u = w->offsets[t]; u < end; u++) found += w->slot[u] < 0 && w->row[u] >= 0 && w->freq[u] != 0;
-    return found;
 }
 
 /* Appends all ranks of a field to `ranks`; `living` becomes the number of living rows. EC_NOMEM: some are missing. */
@@ -206,6 +213,11 @@ static int64_t ec_select_sample(const ec_field *f, ec_rank least, ec_rank most, 
     return got;
 }
 
+/* The most ranks that are gathered without a sample. */
+static inline int64_t ec_select_few(const ec_field *f) {
+    return f->places / EC_SELECT_FEW > EC_SELECT_AT_ONCE ? f->places / EC_SELECT_FEW : EC_SELECT_AT_ONCE;
+}
+
 /* The nth smallest, n >= 1, of the `size` ranks of a field. EC_NOMEM changes nothing. */
 static int ec_select(const ec_field *f, int64_t size, int64_t n, ec_rank *nth) {
     ec_rank least = 0, most = ~(ec_rank)0;
@@ -214,7 +226,7 @@ static int ec_select(const ec_field *f, int64_t size, int64_t n, ec_rank *nth) {
     ec_run run;
     ec_rank *sample = NULL;
     int status = EC_OK;
-    const int64_t few = f->places / EC_SELECT_FEW > EC_SELECT_AT_ONCE ? f->places / EC_SELECT_FEW : EC_SELECT_AT_ONCE;
+    const int64_t few = ec_select_few(f);
     if (size > few && !(sample = (ec_rank *)ec_take(NULL, EC_SELECT_SAMPLE * sizeof *sample))) return EC_NOMEM;
     for (int found = 0; !found && status == EC_OK;) {
         ec_rank low = least, high = most;
@@ -260,6 +272,87 @@ static int ec_select(const ec_field *f, int64_t size, int64_t n, ec_rank *nth) {
     ec_vec_free(&inside);
     free(sample);
     return status;
+}
+
+/* --------------------------------------------------------------------------------------------------------- the lowest */
+
+/* The ranks of a field that are low enough, in the order of their places. */
+typedef struct {
+    ec_vec ranks;  /* of ec_rank */
+    ec_vec places; /* of int64_t */
+    int64_t size;  /* all ranks of the field */
+    int full;      /* whether there were more than one place in EC_LOW_ROOM: those beyond are missing */
+} ec_lowest;
+
+static inline void ec_lowest_free(ec_lowest *low) {
+    ec_vec_free(&low->ranks);
+    ec_vec_free(&low->places);
+}
+
+/* How many of `size` ranks go: a share of them, and no more than `spare`. */
+static inline int64_t ec_doomed(double share, int64_t size, int64_t spare) {
+    const int64_t doomed = (int64_t)(share * (double)size);
+    return doomed < spare ? doomed : spare;
+}
+
+/* A rank that `share` of a field's ranks do not exceed, nor a few more, by a sample; the largest where that says nothing. */
+static int ec_lowest_bound(const ec_field *f, double share, ec_rank *most) {
+    uint64_t drawn = 0;
+    ec_rank *sample = (ec_rank *)ec_take(NULL, EC_LOW_SAMPLE * sizeof *sample);
+    *most = ~(ec_rank)0;
+    if (!sample) return EC_NOMEM;
+    const int64_t got = ec_select_sample(f, 0, *most, EC_LOW_SAMPLE, &drawn, sample);
+    const double middle = share * (double)got;
+    const int64_t at = (int64_t)(middle + f->w->bracket * (2.0 * __builtin_sqrt(middle) + 2.0)) + 1;
+    if (got >= EC_SELECT_LEAST && at < got) *most = ec_rank_nth(sample, got, at);
+    free(sample);
+    return EC_OK;
+}
+
+/* One look at a field: how many ranks it has, and those of them up to `most`. */
+static int ec_lowest_gather(ec_field *f, ec_rank most, ec_lowest *low) {
+    int64_t up_to[EC_LOW_SWEEPS];
+    const int64_t room = f->places / EC_LOW_ROOM + EC_SELECT_AT_ONCE;
+    int status = EC_OK;
+    ec_run run;
+    if (most < ~(ec_rank)0) {
+        ec_low_bounds((int64_t)(uint64_t)(most >> 64), f->w->sides[f->t].filter->rule.decay, up_to);
+        f->up_to = up_to;
+    }
+    for (int64_t at = 0; at < f->places && status == EC_OK;) {
+        at = ec_run_fill(f, at, EC_RUN, &run);
+        low->size += run.size + run.passed;
+        if (low->full || (low->full = low->ranks.size + run.size > room)) continue;
+        if (ec_vec_reserve(&low->ranks, run.size, sizeof(ec_rank)) != EC_OK || ec_vec_reserve(&low->places, run.size, sizeof(int64_t)) != EC_OK) {
+            status = EC_NOMEM;
+            break;
+        }
+        for (int64_t i = 0; i < run.size; i++) {
+            if (run.rank[i] > most) continue;
+            EC_PUSH(low->ranks, ec_rank, run.rank[i]);
+            EC_PUSH(low->places, int64_t, run.place[i]);
+        }
+    }
+    f->up_to = NULL;
+    return status;
+}
+
+/* Keeps the `n` lowest alone, n >= 1, of as many or more. */
+static int ec_lowest_cut(ec_lowest *low, int64_t n) {
+    const int64_t size = low->ranks.size;
+    const ec_rank *ranks = (const ec_rank *)low->ranks.data;
+    ec_rank *copy = (ec_rank *)ec_take(NULL, (size_t)size * sizeof *copy);
+    if (!copy) return EC_NOMEM;
+    memcpy(copy, ranks, (size_t)size * sizeof *copy);
+    const ec_rank most = ec_rank_nth(copy, size, n - 1);
+    int64_t kept = 0, *places = (int64_t *)low->places.data;
+    for (int64_t i = 0; i < size; i++) {
+        places[kept] = places[i];
+        kept += ranks[i] <= most;
+    }
+    low->places.size = kept;
+    free(copy);
+    return EC_OK;
 }
 
 #endif

@@ -54,7 +54,7 @@ bench: $(READY)  ## our figures and peers' in the same run; writes bench/report.
 	$(PYTHON) bench/report.py build/bench/outcomes.jsonl --to $(if $(PYTEST_ARGS),build/bench/report.md,bench/report.md)
 
 soak: $(READY)  ## state machines, promises, kills, power cuts and damage on new random examples, SOAK times as many (20; kills: 2,700)
-	EMBCACHE_SOAK=$(SOAK) $(ISOLATED) -m pytest tests/promises tests/property tests/crash tests/distributed --timeout=36000 $(PYTEST_ARGS)
+	EMBCACHE_SOAK=$(SOAK) $(ISOLATED) -m pytest tests/promises tests/property tests/crash tests/distributed tests/torchrec_face/test_kills.py --timeout=36000 $(PYTEST_ARGS)
 
 clean:  ## remove everything that was built, the virtual environment included
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

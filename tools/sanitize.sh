@@ -14,7 +14,7 @@ EMBCACHE_SANITIZE=$sanitizers "$python" setup.py --quiet build --build-base "$ba
 
 if [ "$sanitizers" = thread ]; then
     tests=(tests/concurrency/test_{table,moves}_threads.py tests/regression/test_threads_stay_in_their_partitions.py
-        tests/unit/test_{threads,dedup,spares,swap,moves,table_checkpoint}.py tests/property/test_planner_machine.py)
+        tests/unit/test_{threads,dedup,spares,swap,moves,table_checkpoint,filter_sketches}.py tests/property/test_planner_machine.py)
     preload=$(gcc -print-file-name=libtsan.so)
     # Without randomized addresses: they may lie where the sanitizer keeps its shadow. The sanitizer's own end would
     # not be pytest's failure: it names the races in a file, which must not be there.

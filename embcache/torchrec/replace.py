@@ -115,8 +115,8 @@ def replace_embeddings(
     Raises
     ------
     ConfigError
-        No collection; one without an optimizer; several optimizers in one; a setting that a cached table does not have. Nothing has changed
-        then.
+        No collection; one without an optimizer; several optimizers in one; a frozen table (``requires_grad=False``); a setting that a cached
+        table does not have. Nothing has changed then.
     HostMemoryError
         For a moment both exist. Nothing has changed.
 
@@ -213,6 +213,7 @@ def _replaced(
     if isinstance(old, (FusedEmbeddingBagCollection, FusedEmbeddingCollection)):
         spec: OptimizerSpec | None = _fused_optimizer(old)
     else:
+        _check_trained(path or type(old).__name__, weights)
         spec = applied_optimizer(weights) or optimizer
     where = path or type(old).__name__
     if spec is None:
@@ -245,6 +246,16 @@ def _replaced(
             new.close()
             raise
     return ReplacedCollection(path, type(old).__name__, rows, spec, with_state, budget, new)
+
+
+def _check_trained(where: str, weights: dict[str, nn.Parameter]) -> None:
+    """`ConfigError` where a table is frozen: it would be trained. (TorchRec's fused kernels train such tables too.)"""
+    frozen = [name for name, weight in weights.items() if not weight.requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"{where}: requires_grad is False for the tables {frozen!r}, and a cached collection trains all of its tables or, in eval(), none; "
+            "give them a collection of their own, convert it with requires_grad_(True), and keep it in eval() where the model trains"
+        )
 
 
 def _state(old: Any, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> tuple[torch.Tensor | None, int]:

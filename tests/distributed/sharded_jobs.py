@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -268,7 +269,7 @@ def note(path: str, life: int, rank: int, what: str, value: Any) -> None:
     os.replace(f"{name}.new", name)
 
 
-def die_in(place: Any, name: str, left: int) -> None:
+def die_in(place: Any, name: str, left: int, last_words: Callable[[], Any] = lambda: None) -> None:
     """End this process by SIGKILL where ``place.name`` is called for the time that comes after `left` more."""
     real = getattr(place, name)
 
@@ -276,6 +277,7 @@ def die_in(place: Any, name: str, left: int) -> None:
         nonlocal left
         left -= 1
         if left < 0:
+            last_words()
             os.kill(os.getpid(), 9)
         return real(*given, **options)
 

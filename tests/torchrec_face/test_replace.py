@@ -183,3 +183,13 @@ def test_a_failure_leaves_the_model_as_it_was() -> None:
         replace_embeddings(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="give a torch.nn.Module"):
         replace_embeddings("model")
+
+
+def test_a_frozen_table_is_refused_as_it_would_be_trained() -> None:
+    model = torch.nn.ModuleDict({"bags": EmbeddingBagCollection(BAGS)})
+    model["bags"].embedding_bags["u"].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"bags: requires_grad is False for the tables \['u'\]"):
+        replace_embeddings(model, optimizer=ec.SGD(lr=0.1))
+    assert isinstance(model["bags"], EmbeddingBagCollection)
+    model["bags"].embedding_bags["u"].weight.requires_grad_(True)
+    replace_embeddings(model, optimizer=ec.SGD(lr=0.1)).model["bags"].close()

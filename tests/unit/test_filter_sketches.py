@@ -171,3 +171,34 @@ def test_sketches_of_other_blocks_are_refused() -> None:
         earlier = {name: value for name, value in state.items() if name != missing and name != "sketch_blocks"}
         with pytest.raises(ConfigError, match="sketch_added, sketch_old_added, sketch_since = "):
             FeatureFilter(config, 0, (0, 2048)).load(earlier)
+
+
+def test_i4_tables_with_sketches_are_planned_alike_by_any_number_of_threads() -> None:
+    config = AdmitAndEvictConfig(admit_threshold=3, sketch_bytes=1 << 14, evict_threshold=25, evict_step_interval=4)
+    count, size = 6, 1500  # several threads from 8,192 keys on
+    rng = np.random.default_rng(6)
+    batches = [(rng.zipf(1.2, count * size) % 20000, 10 * i + rng.integers(-9, 9, count * size)) for i in range(12)]
+    planners = [
+        SwapManager(
+            [Table(f"t{t}", 1, with_filter=True) for t in range(count)],
+            [1 << 12] * count,
+            [config] * count,
+            num_threads=n,
+        )
+        for n in (1, 4)
+    ]
+    for keys, times in batches:
+        plans = [one.plan(keys, np.arange(count + 1) * size, times) for one in planners]
+        for one, plan in zip(planners, plans, strict=True):
+            one.mark_swapped_out(plan)
+            one.mark_swapped_in(plan)
+            one.finish(plan)
+        assert np.array_equal(plans[0].unique_keys, plans[1].unique_keys)
+        assert np.array_equal(plans[0].admitted, plans[1].admitted)
+    for t in range(count):
+        states = [one.export_filter(t) for one in planners]
+        assert states[0]["sketch_clocks"].reshape(-1, 3)[:, 1].min() > 0  # generations have turned
+        for name in STATE:
+            assert np.array_equal(states[0][name], states[1][name]), (t, name)
+    for one in planners:
+        one.close()

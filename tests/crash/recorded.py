@@ -11,6 +11,7 @@ each restores what it finds and goes on from there. The marks in the log say wha
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ from embcache.checkpoint import (
 from embcache.cli import main
 from embcache.commands import targets
 from embcache.errors import EmbCacheError
+from embcache.filterfile import CLOCKS, SKETCH_CHANGES, SKETCHES, sketch_name
 from embcache.table import EmbTable
 
 RANKS = 2
@@ -121,6 +123,74 @@ def ranks(path: Path, log: Path, files: Files, steps: int) -> None:
             mark(log, f"failed {type(error).__name__} {error}")
 
 
+SKETCH_BLOCKS, BLOCK_BYTES = 4, 64
+
+
+@functools.lru_cache(64)
+def filter_content(step: int) -> dict[str, Any]:
+    """What a filter has after so many steps: waiting keys with (count, time), and a sketch in blocks."""
+    if step == 0:
+        sketch = np.zeros((2, SKETCH_BLOCKS * BLOCK_BYTES), np.uint8)
+        return {"waiting": {}, "sketch": sketch, "clocks": np.zeros((SKETCH_BLOCKS, 3), np.int64)}
+    before, rng = filter_content(step - 1), np.random.default_rng(step)
+    waiting = dict(before["waiting"])
+    for key in rng.integers(0, 2000, 100).tolist():
+        waiting[key] = (waiting.get(key, (0, 0))[0] + 1, step)
+    for key in rng.permutation(sorted(waiting))[:20].tolist():
+        del waiting[key]
+    sketch, clocks = before["sketch"].copy(), before["clocks"].copy()
+    sketch.reshape(-1)[rng.integers(0, sketch.size, 30)] += 1
+    clocks[rng.integers(0, SKETCH_BLOCKS)] += (1, 2, step)
+    return {"waiting": waiting, "sketch": sketch, "clocks": clocks}
+
+
+def write_filter_changes(writer: Writer, step: int, since: int) -> None:
+    """A filter's state after `step`: what has changed after step `since`; all of it where that is 0."""
+    now, before = filter_content(step), filter_content(since)
+    items = [(key, *one) for key, one in now["waiting"].items() if before["waiting"].get(key) != one]
+    columns = [np.array(column, np.int64) for column in zip(*items, strict=True)]
+    numbers = {"newest": step, "sketch_blocks": SKETCH_BLOCKS, "sketch_first": 0}
+    gone = np.array(sorted(before["waiting"].keys() - now["waiting"].keys()), np.int64)
+    writer.write_filter(DESCRIPTION, *columns, None, numbers, changes=since > 0, gone=gone if since else None)
+    if since:
+        old, new = before["sketch"].reshape(-1), now["sketch"].reshape(-1)
+        places = np.flatnonzero(old != new).astype("<u4")
+        writer.write_state(sketch_name("t", SKETCH_CHANGES), places.tobytes() + new[places].tobytes())
+    else:
+        for which, content in zip(SKETCHES, now["sketch"], strict=True):
+            writer.write_state(sketch_name("t", which), content.tobytes())
+    writer.write_state(sketch_name("t", CLOCKS), now["clocks"].astype("<i8").tobytes())
+
+
+def save_filter(path: Path, files: Files, step: int, since: int, parent: int | None) -> int:
+    """A generation of a table whose filter is what counts; a delta on `parent`, which has step `since`, where that is given."""
+    with Writer(path, files=files) as writer:
+        generation = writer.begin(parent=parent, metadata={"step": step})
+        keys = np.arange(20, dtype=np.int64)
+        value = np.full((20, 1), step, np.float32)
+        writer.write_rows(DESCRIPTION, keys, value.repeat(4, 1), value, keys, keys)
+        write_filter_changes(writer, step, since if parent else 0)
+        writer.commit()
+        writer.publish()
+    return generation
+
+
+def filters(path: Path, log: Path, files: Files, steps: int) -> None:
+    """A filter that is saved step by step, whole or what has changed of it, and pruned at times; it goes on where the last life was."""
+    done, parent = 0, None
+    if generations(path):
+        with Reader(path) as reader:
+            done, parent = reader.metadata[0]["step"], reader.generation
+    for step in range(done + 1, steps + 1):
+        parent = parent if step % 4 else None
+        generation = save_filter(path, files, step, done, parent)
+        mark(log, f"saved {generation} {step} {parent or 0}")
+        done, parent = step, generation
+        if step % 3 == 0:
+            mark(log, "prune 2")
+            prune(path, 2, files=files)
+
+
 TARGETS = ("checkpoint", "table", "file.npz")
 
 
@@ -145,7 +215,7 @@ def replace(path: Path, log: Path, files: Files, steps: int) -> None:
             mark(log, f"{'done' if code == 0 else 'failed'} {name} {step}")
 
 
-SCENARIOS = {"deltas": deltas, "ranks": ranks, "replace": replace}
+SCENARIOS = {"deltas": deltas, "ranks": ranks, "filters": filters, "replace": replace}
 
 
 def careless(what: str) -> Files:

@@ -23,11 +23,13 @@ import numpy as np
 import pytest
 from children import Say, folder_in_memory, run_child
 from powercut import FAILED_SYNC, MARK, REFUSED, Disk, Event, events_of
-from recorded import DESCRIPTION, RANKS, ranks_content
+from recorded import DESCRIPTION, RANKS, filter_content, ranks_content, save_filter
 from stepped import change, content, expected
 
-from embcache.checkpoint import Reader, Writer, generations, next_generation, prune, verify
+from embcache.checkpoint import Files, Reader, Writer, generations, next_generation, prune, verify
 from embcache.errors import CorruptionError
+from embcache.filterfile import CLOCKS, SKETCHES
+from embcache.filterparts import filter_state
 from embcache.table import EmbTable
 
 SOAK = int(os.environ.get("EMBCACHE_SOAK", "1"))
@@ -157,9 +159,32 @@ def go_on_ranks(path: Path) -> None:
     assert judge_ranks(path, None) == (number, step)
 
 
+def judge_filters(path: Path, generation: int | None) -> tuple[int, int]:
+    with Reader(path, generation) as reader:
+        step = int(reader.metadata[0]["step"])
+        wanted, found = filter_content(step), filter_state(reader, "t")
+        assert found is not None and found["newest"] == step
+        items = zip(*(found[name].tolist() for name in ("keys", "counts", "last")), strict=True)
+        assert {key: tuple(one) for key, *one in items} == wanted["waiting"]
+        for which, content in zip(SKETCHES, wanted["sketch"], strict=True):
+            assert np.array_equal(found[which], content)
+        assert np.array_equal(found[CLOCKS].reshape(-1, 3), wanted["clocks"])
+        return reader.generation, step
+
+
+def go_on_filters(path: Path) -> None:
+    done, parent = judge_filters(path, None)[::-1] if generations(path) else (0, None)
+    for step in (done + 1, done + 2):
+        done, parent = step, save_filter(path, Files(), step, done, parent)
+        assert judge_filters(path, None) == (parent, step)
+    prune(path, 1)
+    assert judge_filters(path, None) == (parent, done)
+
+
 JUDGES: dict[str, tuple[Callable[[Path, int | None], tuple[int, int]], Callable[[Path], None]]] = {
     "deltas": (judge_deltas, go_on_deltas),
     "ranks": (judge_ranks, go_on_ranks),
+    "filters": (judge_filters, go_on_filters),
 }
 
 
@@ -233,7 +258,7 @@ def look_at(place: Path, recording: Recording, count: int, seed: int, *, clean: 
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(("scenario", "steps", "count"), [("deltas", 9, 300), ("ranks", 5, 150)])
+@pytest.mark.parametrize(("scenario", "steps", "count"), [("deltas", 9, 300), ("ranks", 5, 150), ("filters", 9, 100)])
 def test_r2_no_power_cut_loses_or_tears_what_was_acknowledged(
     recorder: Path, place: Path, scenario: str, steps: int, count: int
 ) -> None:
@@ -243,7 +268,7 @@ def test_r2_no_power_cut_loses_or_tears_what_was_acknowledged(
     assert {"0", *map(str, range(1, steps + 1))} <= set(restored)
 
 
-@pytest.mark.parametrize("scenario", ["deltas", "ranks"])
+@pytest.mark.parametrize("scenario", ["deltas", "ranks", "filters"])
 def test_r2_a_cut_after_processes_that_died(recorder: Path, place: Path, scenario: str) -> None:
     """Several lives on one disk, each killed at some call, the next going on from what it sees, which may not be durable."""
     rng = random.Random(7)

@@ -85,22 +85,24 @@ static int64_t ec_table_save_order(const ec_table *t, int64_t *extents, uint8_t 
 static int64_t ec_table_rows_of_extent(const ec_table *t, int64_t extent, uint8_t flags, int64_t *rows)
 {
     const uint8_t wanted = flags | EC_LIVE;
-    const uint64_t mask = wanted * UINT64_C(0x0101010101010101);
+    const uint64_t low = UINT64_C(0x7F7F7F7F7F7F7F7F), mask = wanted * UINT64_C(0x0101010101010101);
     const int64_t begin = extent * EC_EXTENT_ROWS;
     const int64_t end = begin + EC_EXTENT_ROWS < t->row_limit ? begin + EC_EXTENT_ROWS : t->row_limit;
-    int64_t count = 0;
-    for (int64_t row = begin; row < end; ++row) {
-        if ((row & 7) == 0 && row + 8 <= end) { /* segments hold multiples of 8 rows */
-            uint64_t eight;
-            memcpy(&eight, ec_table_flags(t, row), sizeof eight);
-            if ((eight & mask) == 0) {
-                row += 7;
-                continue;
-            }
-        }
-        if ((*ec_table_flags(t, row) & wanted) == wanted)
-            rows[count++] = row;
+    int64_t count = 0, i = 0;
+    if (begin >= end)
+        return 0;
+    const uint8_t *at = ec_table_flags(t, begin); /* an extent lies in one segment */
+    for (; begin + i + 8 <= end; i += 8) {
+        uint64_t lacks; /* of eight rows: the flags that each has not */
+        memcpy(&lacks, at + i, sizeof lacks);
+        lacks = (lacks & mask) ^ mask;
+        uint64_t found = ~(((lacks & low) + low) | lacks | low); /* the top bit of each byte that is 0 */
+        for (; found != 0; found &= found - 1)
+            rows[count++] = begin + i + (__builtin_ctzll(found) >> 3);
     }
+    for (; begin + i < end; ++i)
+        if ((at[i] & wanted) == wanted)
+            rows[count++] = begin + i;
     return count;
 }
 

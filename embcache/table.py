@@ -145,7 +145,8 @@ def _close_dropped(core: Table) -> None:
 
 def _refuse_masked(what: str, value: Any, owner: str) -> None:
     """Raise `ShapeError` for a masked array: NumPy would drop the mask, and what lies under it is no data."""
-    masked = sys.modules.get("numpy.ma")  # who holds a masked array has it; imported here it might meet a full table of descriptors
+    # Who holds a masked array has it; imported here it might meet a full table of descriptors.
+    masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(value, masked.MaskedArray):
         raise ShapeError(f"{owner}: {what} is a masked array; give a plain one: filled(...) or compressed()")
 

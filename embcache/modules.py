@@ -19,7 +19,7 @@ from ._core.notice import Notice
 from .checkpoint import vshards_of
 from .config import OptimizerSpec, TableConfig
 from .devices import Emulated, GroupLookup
-from .errors import ConfigError, HbmCapacityError, PlanError
+from .errors import ConfigError, EmbCacheError, HbmCapacityError, PlanError
 from .features import JaggedTensor, KeyedTensor, as_jagged_features, inverse_for, spread, stride_of
 from .feed import Feed
 from .fused import FusedUpdate
@@ -310,7 +310,14 @@ class CachedCollection(Savable, nn.Module):
         """Plan a batch and move its rows; or take the plan that a pipeline has made."""
         self._update.drop_stale()
         if self._feed is not None:
-            return self._feed.take(features)
+            try:
+                return self._feed.take(features)
+            except PlanError as error:
+                try:
+                    self.prepare(features)
+                except EmbCacheError as fault:  # a feature that it lacks, say: why it was not planned
+                    raise fault from error
+                raise
         return self._manager.plan_and_move(features)
 
     def _training_now(self) -> bool:

@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ START_S = 2e-5  # between two looks at whether a thread runs
 
 # What ranks tell each other of their next batch: it goes on; there is none; it has failed; and the iterator with it; the pipeline is closing.
 GOES_ON, ENDED, FAILED, BROKEN, CLOSING = range(5)
+
+
+Part = tuple[str, Any, Any, Notice | None]  # path, features object, prepared, notice
 
 
 class Bell:
@@ -106,6 +109,8 @@ class Batch:
         What has been planned, its rows moved.
     error : BaseException, optional
         What the caller gets instead.
+    failed : list, optional
+        Where planning has failed: the `parts` that are not planned.
     started : bool
         Set by the caller, who has taken it.
     """
@@ -113,6 +118,7 @@ class Batch:
     __slots__ = (
         "data",
         "error",
+        "failed",
         "goes_on",
         "last",
         "notices",
@@ -128,11 +134,12 @@ class Batch:
         self.number, self.source = number, source
         self.last = self.started = self.goes_on = False
         self.data: Any = None
-        self.parts: list[tuple[str, Any, Any, Notice | None]] = []
+        self.parts: list[Part] = []
         self.unchanged: dict[int, Unchanged] = {}
         self.notices: list[tuple[str, Notice | None]] = []
         self.plans: list[tuple[str, Any, SwapInfo]] = []
         self.error: BaseException | None = None
+        self.failed: list[Part] | None = None
 
     @property
     def is_end(self) -> bool:
@@ -361,10 +368,10 @@ class Flow:
             )
             batch.last = BROKEN in states
 
-    def _withdraw(self, batch: Batch) -> None:
-        """What of a batch is not planned, or was undone, will not be: nobody shall expect its keys. Again is no harm."""
+    def _withdraw(self, batch: Batch, paths: Container[str] | None = None) -> None:
+        """What of a batch (for some collections) is not planned, or was undone: nobody shall expect its keys. Again is no harm."""
         for path, notice in batch.notices:
-            if notice is not None:
+            if notice is not None and (paths is None or path in paths):
                 with contextlib.suppress(EmbCacheError):  # planned and not undone; or the manager was closed
                     self.collections[path].manager.withdraw(notice)
 
@@ -467,7 +474,7 @@ class Flow:
         # Over ranks as all have it at this batch: their callers may be at different steps when they freeze a collection.
         frozen = self.frozen if self.others is None else self._frozen_somewhere
         left = deque(batch.parts)
-        skipped: list[tuple[str, Any, Any, Notice | None]] = []
+        skipped: list[Part] = []
         try:
             while left:
                 path, value, flat, notice = left[0]
@@ -485,20 +492,29 @@ class Flow:
         except RankError as error:
             if not isinstance(error, RankRefusedError):
                 raise
-            self._fail(batch, error)
+            self._fail(batch, error, skipped, left)
             return True
         except BaseException as error:
             if self._called_off and self.others is None and isinstance(error, HbmCapacityError):
                 batch.parts = [*skipped, *left]
                 return False  # it waited for room, and is given up with what was planned of it, or planned in another order
-            self._fail(batch, error)
+            self._fail(batch, error, skipped, left)
             return True
         batch.parts = skipped
         return True
 
-    def _fail(self, batch: Batch, error: BaseException) -> None:
-        """As it would be without a pipeline: what was planned of a batch before the error counts when its turn comes, and trains nothing."""
-        batch.error, batch.parts = error, []
+    def _fail(self, batch: Batch, error: BaseException, skipped: Sequence[Part], left: Sequence[Part]) -> None:
+        """As it would be without a pipeline: what was planned of a batch before the error counts when its turn comes, and trains nothing.
+
+        What comes after the error may be planned already, where its collection was frozen before: that is undone, and what is built upon it.
+        """
+        order = [path for path, _ in batch.notices]
+        later = set(order[order.index(left[0][0]) :]) - {left[0][0]}
+        batch.parts = [*skipped, *left]
+        if any(path in later for path, *_ in batch.plans):
+            for waiting in [*self.loaded][::-1]:
+                self._unplan(waiting, later)
+        batch.error, batch.parts, batch.failed = error, [], batch.parts
         self._withdraw(batch)
 
     @property
@@ -511,18 +527,33 @@ class Flow:
         return [*self.ready, *self.loaded]
 
     def _freeze(self, frozen: frozenset[str]) -> None:
-        """From the batch on that the caller takes next nothing is planned for these collections, and for all others everything."""
-        for batch in self._planned()[::-1]:
-            for path, value, info in batch.plans[::-1]:
-                if path in frozen:
-                    self._undo(path, info)
-                    if batch.error is None:
-                        batch.parts.insert(0, (path, value, info.flat, None))
-            batch.plans = [plan for plan in batch.plans if plan[0] not in frozen]
+        """From the batch on that the caller takes next nothing is planned for these collections, and for all others everything.
+
+        A batch whose planning has failed may not fail now, or at another collection: it is planned anew, and all after it.
+        """
+        planned = self._planned()
+        kept = next((k for k, batch in enumerate(planned) if batch.failed is not None), len(planned))
+        for k, batch in list(enumerate(planned))[::-1]:
+            if batch.failed is not None:
+                batch.error, batch.parts, batch.failed = None, batch.failed, None
+            self._unplan(batch, frozen if k < kept else self.collections)
         while self.ready:  # what is not planned of the first ones comes before the next ones
             self.loaded.appendleft(self.ready.pop())
         self.frozen, self.freeze = frozen, None
         self.ready_bell.ring()
+
+    def _unplan(self, batch: Batch, paths: Container[str]) -> None:
+        """Undo the plans of a batch for these collections, which are the newest of them: they are to be made again, all in the order given."""
+        undone = [plan for plan in batch.plans if plan[0] in paths]
+        if not undone:
+            return
+        batch.plans = [plan for plan in batch.plans if plan[0] not in paths]
+        for path, _, info in undone[::-1]:
+            self._undo(path, info)
+        order = [path for path, _ in batch.notices]
+        batch.parts = [*((path, value, info.flat, None) for path, value, info in undone), *batch.parts]
+        batch.parts.sort(key=lambda part: order.index(part[0]))
+        self._withdraw(batch, {path for path, *_ in undone})
 
     def _plan_part(self, batch: Batch, collection: CachedCollection, prepared: Any, notice: Notice | None) -> SwapInfo:
         """Plan for one collection. While earlier batches are under way, a full buffer only means to wait for one of them."""

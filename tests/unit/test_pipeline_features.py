@@ -96,6 +96,16 @@ def test_an_unplanned_object_raises() -> None:
     loss.backward()
 
 
+def test_a_feature_that_is_missing_is_named() -> None:
+    """What was not planned since it lacks a feature says so, as it does without a pipeline."""
+    model = Model()
+    for chosen in (None, lambda batch: batch[0], lambda batch: {"rows": batch[0]}):
+        with ec.TrainPipeline(model, sgd(model), features=chosen) as pipe:
+            with pytest.raises(ec.ShapeError, match="'item'"):
+                pipe.progress(iter([(features([1, 2], "itme"), torch.zeros(2))]))
+            pipe.progress(batches(1))
+
+
 def test_two_forwards_of_one_object_need_two_plans() -> None:
     class Twice(Model):
         def forward(self, batch: Any) -> Any:

@@ -23,12 +23,12 @@ STEPS = 40
 class Pair(torch.nn.Module):
     """Two collections, each of which trains or only reads; a dense part that trains always."""
 
-    def __init__(self, rows: int | None) -> None:
+    def __init__(self, rows: int | None, policy: str = "lru") -> None:
         super().__init__()
         torch.manual_seed(5)
         for name in ("one", "two"):
             table = ec.TableConfig(name, 4, hbm_rows=rows, admit_and_evict=COUNTED)
-            setattr(self, name, ec.EmbeddingBagCollection([table], optimizer=ec.Adagrad(lr=0.1)))
+            setattr(self, name, ec.EmbeddingBagCollection([table], optimizer=ec.Adagrad(lr=0.1), policy=policy))
         self.top = torch.nn.Linear(8, 1)
 
     def forward(self, batch: ec.JaggedFeatures) -> Any:
@@ -114,9 +114,10 @@ def assert_as_without(depth: int, rows: int | None, seed: int) -> None:
     assert found == wanted
 
 
-def wait_until_full(pipe: ec.TrainPipeline) -> None:
-    """Until all batches of its depth are planned."""
-    while len(pipe._flow.ready) < pipe._flow.depth:
+def wait_until_full(pipe: ec.TrainPipeline, patience_s: float = 10.0) -> None:
+    """Until all batches of its depth are planned, or for so long."""
+    end = time.monotonic() + patience_s
+    while len(pipe._flow.ready) < pipe._flow.depth and time.monotonic() < end:
         pipe._check_open()
         time.sleep(0.001)
 
@@ -179,3 +180,57 @@ def test_a_pipeline_is_closed_while_batches_wait_to_be_planned_again(slow_planne
         return all_of(model)[-2]  # the counters of the collection that was never frozen
 
     assert run(True) == run(False)
+
+
+def too_large_ones() -> Iterator[ec.JaggedFeatures]:
+    """Of the batches every fifth has too many keys for one collection, every seventh for the other."""
+    generator = torch.Generator().manual_seed(7)
+    for k in range(STEPS):
+        counts = [70 if k % 5 == 3 else 6, 70 if k % 7 == 4 else 6]
+        keys = [torch.randperm(90 if count == 70 else 25, generator=generator)[:count] for count in counts]
+        lengths = torch.tensor([n for count in counts for n in (count - 5, 1, 1, 1, 1, 1)])
+        yield ec.JaggedFeatures(["one", "two"], torch.cat(keys), lengths)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batches_that_do_not_fit_are_frozen_and_thawed(seed: int) -> None:
+    """Who fails is who would without a pipeline, as the collections are when its turn comes; so is what was counted before it did."""
+
+    def run(model: Pair, step: Callable[[], Any], ready: Callable[[], None]) -> Any:
+        draw, found = random.Random(seed), []
+        for _ in range(30):
+            ready()
+            model.one.train(draw.random() < 0.6)
+            model.two.train(draw.random() < 0.6)
+            try:
+                found.append(step())
+            except ec.HbmCapacityError as error:
+                found.append(error.table)
+        return found
+
+    model, source = Pair(64), too_large_ones()
+    with ec.TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), depth=5) as pipe:
+        pipe.progress(source)
+
+        found = run(model, lambda: pipe.progress(source)[1].tolist(), lambda: wait_until_full(pipe, 0.03))
+    assert_ended(model)
+    other, alone = Pair(64), too_large_ones()
+    dense = torch.optim.SGD(other.parameters(), lr=0.1)
+    train_alone(other, dense, next(alone))
+    wanted = run(other, lambda: train_alone(other, dense, next(alone)), lambda: None)
+    assert any(isinstance(one, str) for one in wanted)
+    assert (found, all_of(model)) == (wanted, all_of(other))
+
+
+def test_what_was_to_come_for_a_frozen_collection_is_not_expected_for_ever() -> None:
+    """Its plans are undone, and their notices count again until they are taken back."""
+    model, source = Pair(60, "lookahead"), batches()
+    with ec.TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), depth=3, lookahead=2) as pipe:
+        for step in range(STEPS):
+            if step in (10, 20):
+                wait_until_full(pipe)
+            model.one.train(not 10 <= step < 12)
+            model.two.train(not 20 <= step < 22)
+            pipe.progress(source)
+        for collection in (model.one, model.two):
+            assert collection.manager.stats()["coming_keys"] == 0

@@ -14,6 +14,7 @@ __all__ = ["CHECKPOINT", "EMPTY", "FILE", "OTHER", "TABLE", "expect", "kind_of"]
 CHECKPOINT, TABLE, EMPTY, OTHER, FILE = "checkpoint", "table directory", "empty directory", "directory", "file"
 
 _OF_CHECKPOINT = re.compile(r"MANIFEST-\d{16}(\.tmp)?|rank-\d{4}")
+_GENERATION = re.compile(r"(.+)@\d+")
 _OF_TABLE = {"header", "data", "metadata"}
 
 
@@ -38,6 +39,9 @@ def kind_of(path: str) -> str:
             if left
             else "give the path of a checkpoint or a table directory"
         )
+        named = _GENERATION.fullmatch(path)
+        if named is not None and os.path.isdir(named[1]):
+            remedy = f"this command takes no generation: give {named[1]}, all of which it is about"
         raise ConfigError(f"{path}: does not exist; {remedy}") from None
     if not stat.S_ISDIR(found.st_mode):
         return FILE

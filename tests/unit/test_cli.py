@@ -98,6 +98,15 @@ def test_paths_that_are_wrong_are_usage(tmp_path: Path, capsys: pytest.CaptureFi
         assert "give the path" in result["error"]["message"]
 
 
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_who_names_a_generation_where_all_are_meant_is_told(
+    saved: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, result = run(capsys, command, f"{saved}@1")
+    assert code == 2 and f"takes no generation: give {saved}, all" in result["error"]["message"]
+    assert "takes no generation" not in run(capsys, command, f"{saved}2@1")[1]["error"]["message"]
+
+
 def test_usage_of_the_parser_is_2_and_help_is_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["nonsense"]) == 2

@@ -67,9 +67,12 @@ int64_t dedup_run(void *work, const int64_t *keys, int64_t n, int csr, int threa
             return -1;
         ec_parallel_for(ec_phase_half_match, w, EC_HALVES, threads);
         ec_dedup_half_number(call);
-        ec_parallel_for(ec_phase_half_inverse, w, EC_HALVES, threads);
-        if (csr)
-            ec_parallel_for(ec_phase_half_order, w, EC_HALVES, threads);
+        if (!csr) {
+            ec_parallel_for(ec_phase_half_inverse, w, EC_HALVES, threads);
+            return call->unique;
+        }
+        ec_parallel_for(ec_phase_half_inverse_and_ends, w, EC_HALVES + 1, threads);
+        ec_parallel_for(ec_phase_half_order, w, EC_HALVES, threads);
         return call->unique;
     }
     ec_parallel_for(ec_phase_block_count_parts, w, call->blocks, threads);

@@ -205,7 +205,7 @@ cdef extern from "ec_phases.h":
     void ec_phase_part_order(void *work, int64_t part) noexcept nogil
     void ec_phase_half_run(void *work, int64_t half) noexcept nogil
     void ec_phase_half_match(void *work, int64_t half) noexcept nogil
-    void ec_phase_half_inverse(void *work, int64_t half) noexcept nogil
+    void ec_phase_half_inverse_and_ends(void *work, int64_t task) noexcept nogil
     void ec_phase_half_order(void *work, int64_t half) noexcept nogil
     void ec_pass_share(ec_work *w) noexcept nogil
     void ec_phase_lookup(void *work, int64_t task) noexcept nogil

@@ -667,7 +667,7 @@ cdef class SwapManager:
                     return w.dedup_status
                 parallel_for(ec_phase_half_match, w, EC_HALVES, threads)
                 ec_dedup_half_number(call)
-                parallel_for(ec_phase_half_inverse, w, EC_HALVES, threads)
+                parallel_for(ec_phase_half_inverse_and_ends, w, EC_HALVES + 1, threads)
                 parallel_for(ec_phase_half_order, w, EC_HALVES, threads)
                 continue
             parallel_for(ec_phase_block_count_parts, w, call.blocks, threads)

@@ -13,7 +13,7 @@
 #define EC_HALF_RING (2 * EC_DEDUP_AHEAD)
 
 /* The phases, of one task a half unless said otherwise:
- * half_run -> half_match -> half_number (serial) -> half_inverse -> half_order
+ * half_run -> half_match -> half_number (serial) -> half_inverse, and half_ends beside it (a third task) -> half_order
  */
 
 static inline int64_t ec_half_begin(const ec_dedup_call *c, int half) { return half ? c->n / 2 : 0; }
@@ -66,23 +66,28 @@ static void ec_dedup_half_match(ec_dedup_call *c, int half, const ec_dedup_table
     }
 }
 
-/* Keys that the first half does not have get the next ids. Where each half's next position of an id goes in `order`: counts[] by id
- * for the first, first[] for the second. */
+/* Keys that the first half does not have get the next ids. */
 static void ec_dedup_half_number(ec_dedup_call *c) {
-    uint32_t *first = c->counts, *second = c->first;
-    const uint32_t *counts = c->counts + ec_half_begin(c, 1);
-    uint32_t unique = (uint32_t)c->half_unique[0], total = 0;
-    memset(second, 0, unique * sizeof *second);
+    int64_t unique = c->half_unique[0];
     for (int64_t id = 0; id < c->half_unique[1]; id++) { /* without a branch: half of them are new */
-        const uint32_t found = c->part_uid[id], is_new = found == UINT32_MAX, uid = is_new ? unique : found;
-        c->part_uid[id] = uid;
+        const uint32_t found = c->part_uid[id], is_new = found == UINT32_MAX;
+        c->part_uid[id] = is_new ? (uint32_t)unique : found;
         c->unique_keys[unique] = c->part_unique[id];
-        second[uid] = counts[id];
         unique += is_new;
     }
     c->unique = unique;
-    for (uint32_t uid = 0; uid < unique; uid++) {
-        const uint32_t before = uid < c->half_unique[0] ? first[uid] : 0, after = second[uid];
+}
+
+/* Where each id's group ends, and where each half's next position of it goes in `order`: counts[] by id for the first half, first[] for
+ * the second. */
+static void ec_dedup_half_ends(ec_dedup_call *c) {
+    uint32_t *first = c->counts, *second = c->first, total = 0;
+    const uint32_t *counts = c->counts + ec_half_begin(c, 1);
+    const int64_t had = c->half_unique[0];
+    memset(second, 0, (size_t)had * sizeof *second);
+    for (int64_t id = 0; id < c->half_unique[1]; id++) second[c->part_uid[id]] = counts[id];
+    for (int64_t uid = 0; uid < c->unique; uid++) {
+        const uint32_t before = uid < had ? first[uid] : 0, after = second[uid];
         first[uid] = total;
         second[uid] = total += before;
         c->ends[uid] = c->position_base + (total += after);

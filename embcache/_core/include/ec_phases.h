@@ -47,6 +47,10 @@ static void ec_phase_half_match(void *context, int64_t half) {
     ec_dedup_half_match(w->cut, (int)half, &w->dedup[0]);
 }
 static void ec_phase_half_inverse(void *context, int64_t half) { ec_dedup_half_inverse(((ec_work *)context)->cut, (int)half); }
+static void ec_phase_half_inverse_and_ends(void *context, int64_t task) { /* the ends take longest, so they are begun first */
+    if (task == 0) ec_dedup_half_ends(((ec_work *)context)->cut);
+    else ec_phase_half_inverse(context, task - 1);
+}
 static void ec_phase_half_order(void *context, int64_t half) { ec_dedup_half_order(((ec_work *)context)->cut, (int)half); }
 
 static void ec_phase_part_run(void *context, int64_t part) {

@@ -91,7 +91,7 @@ class TrainPipeline:
     last step that has ended. ``save(..., state=lambda: {"batches": pipe.batches_done, "dense": optimizer.state_dict()})`` has these as of that, too.
 
     A collection may be frozen, and trained again, between any two steps, with ``eval()`` and ``train()``: as without a pipeline its keys
-    count from the next batch on. (Where ranks share it, between two epochs.)
+    count from the next batch on. Where ranks share it, between two epochs: within one it raises `PlanError`.
 
     One thread trains at a time, and no step trains another batch: a second ``progress`` raises `PlanError`. Context manager; `close`
     ends the threads, and may be called anywhere: inside a step it takes effect at its end.
@@ -246,6 +246,12 @@ class TrainPipeline:
         """Have nothing planned for these collections from the next batch on, however many are ready already."""
         flow = self._flow
         if flow.others is not None:  # who plan together, and are ahead of their callers by different numbers of batches
+            if frozen != flow.frozen and flow.source is not None:
+                changed = sorted(frozen ^ flow.frozen)
+                raise PlanError(
+                    f"eval() or train() of {changed!r} within an epoch of a pipeline over ranks: some of the batches to come are planned as it was "
+                    "before, on each rank others; put it back, and change it between two epochs, or train without a pipeline"
+                )
             flow.frozen = frozen
             return
         while frozen != flow.frozen or flow.freeze is not None:  # another one, where an interrupt has left it

@@ -159,6 +159,48 @@ def pipeline(rank: int, world: int, case: Case, depth: int, steps: int, delays: 
     return done, losses, states, dense
 
 
+def freeze(rank: int, world: int, case: Case, depth: int) -> tuple[list[str], Any]:
+    """Freeze a collection within an epoch, which is refused; put it back, train to the end; an epoch with it frozen."""
+    model = Model(case)
+    dense = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def epoch(first: int) -> Any:
+        for step in range(first, first + 6):
+            part = batch_of(case, step, world)[rank]
+            yield features_of(case, part), part["rows"][1] - part["rows"][0]
+
+    said = []
+    with ec.TrainPipeline(model, dense, depth=depth) as pipe:
+        source = epoch(0)
+        for step in range(6):
+            if step == 3:
+                model.values.eval()
+                try:
+                    pipe.progress(source)
+                except ec.PlanError as error:
+                    said.append(str(error))
+                model.values.train()
+            pipe.progress(source)
+        said.append("ended" if _progress(pipe, source) is None else "more")
+        model.values.eval()
+        source = epoch(6)
+        while _progress(pipe, source) is not None:
+            pass
+        done = pipe.batches_done
+    states = state_of(model.pooled.manager), state_of(model.values.manager)
+    model.pooled.close()
+    model.values.close()
+    return [*said, str(done)], states
+
+
+def _progress(pipe: Any, source: Any) -> Any:
+    """A step; None at the end."""
+    try:
+        return pipe.progress(source)
+    except StopIteration:
+        return None
+
+
 def fall(rank: int, world: int, case: Case, how: str, piped: bool) -> Any:
     """Train until the last rank fails in step 4; returns what the others hear, and after how many seconds."""
     module = make(case)

@@ -17,6 +17,7 @@ from sharded_jobs import (
     collectives,
     evaluate,
     fall,
+    freeze,
     go_on,
     pipeline,
     restore_refused,
@@ -60,6 +61,17 @@ def test_i9_a_pipeline_over_ranks_gives_the_bits_of_one_step_after_the_other(cre
         assert one[1] == other[1]
         same(one[2][0], other[2][0])
         same(one[2][1], other[2][1])
+
+
+def test_a_collection_is_frozen_between_epochs_and_within_one_that_is_refused(crews: Crews) -> None:
+    """By then each rank has planned another number of batches ahead: what they count and insert would depend on that."""
+    flat = crews[2].run(freeze, Case(34, kind="time"), 1)
+    deep = crews[2].run(freeze, Case(34, kind="time"), 6)
+    for said, _ in flat + deep:
+        assert "eval() or train() of ['values'] within an epoch" in said[0] and said[1:] == ["ended", "12"]
+    for one, other in zip(flat, deep, strict=True):
+        for mine, its in zip(one[1], other[1], strict=True):
+            same(mine, its)
 
 
 @pytest.mark.parametrize("world", [2, 3])

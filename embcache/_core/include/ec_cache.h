@@ -219,19 +219,30 @@ static inline void ec_cache_unpin(ec_cache *c, uint32_t slot) {
 
 /* ---------------------------------------------------------------------------------------------------------------- take */
 
-/* Gives a key a slot and pins it: `victim`, which the policy has chosen, or where that is EC_NO_SLOT the smallest free
- * one, or else the smallest dying one. The caller has reserved room in `index`. The key is touched later. */
-static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t hash, int64_t row, uint32_t victim, ec_choice *choice) {
+/* A key has come into a slot, which is pinned. The key is touched later. */
+static inline void ec_cache_arrive(ec_cache *c, uint32_t slot, int64_t key, uint64_t hash, ec_choice *choice) {
+    ec_cache_held_anew(c, slot);
+    ec_cache_pin(c, slot);
+    ec_policy_arrive(&c->policy, slot, key, hash);
+    ec_policy_welcome(&c->policy, &c->seats[slot], key, hash, choice);
+}
+
+/* Puts a key in the place of a victim, which the policy has chosen. The caller takes the one out of the index and puts the
+ * other into it, and says so (ec_cache_arrive). */
+static inline ec_take_record ec_cache_displace(ec_cache *c, uint32_t slot, int64_t key, int64_t row) {
+    const ec_take_record record = {.slot = slot, .from = EC_FROM_VICTIM, .period = c->seats[slot].period, .before = c->slots[slot]};
+    ec_policy_depart(&c->policy, slot);
+    c->slots[slot] = (ec_slot){key, row, 0, 0};
+    return record;
+}
+
+/* Gives a key the smallest free slot, or else the smallest dying one. The caller has reserved room in `index`. */
+static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t hash, int64_t row, ec_choice *choice) {
     ec_take_record record = {0};
-    uint32_t slot = victim;
-    if (victim != EC_NO_SLOT) {
-        record.from = EC_FROM_VICTIM;
-        ec_policy_depart(&c->policy, slot);
-        ec_index_erase(&c->index, c->slots[slot].key, ec_hash(c->slots[slot].key));
-    } else if ((slot = ec_slotset_first(&c->free)) != EC_NO_SLOT) {
+    uint32_t slot = ec_slotset_first(&c->free);
+    if (slot != EC_NO_SLOT) {
         record.from = EC_FROM_FREE;
         ec_slotset_remove(&c->free, slot);
-        c->live++;
     } else {
         slot = ec_slotset_first(&c->dying);
         EC_ASSERT(slot != EC_NO_SLOT);
@@ -240,18 +251,15 @@ static inline ec_take_record ec_cache_take(ec_cache *c, int64_t key, uint64_t ha
         ec_slotset_remove(&c->dying, slot);
         EC_GONE(c, record.limbo).slot = EC_NO_SLOT;
         EC_GONE(c, record.limbo).holds++;
-        c->live++;
     }
+    c->live++;
     record.slot = slot;
     record.period = c->seats[slot].period;
     record.before = c->slots[slot];
     c->slots[slot] = (ec_slot){key, row, 0, 0};
-    ec_cache_held_anew(c, slot);
     c->state[slot] = EC_SLOT_LIVE;
     ec_index_insert(&c->index, key, hash, slot);
-    ec_cache_pin(c, slot);
-    ec_policy_arrive(&c->policy, slot, key, hash);
-    ec_policy_welcome(&c->policy, &c->seats[slot], key, hash, choice);
+    ec_cache_arrive(c, slot, key, hash, choice);
     return record;
 }
 

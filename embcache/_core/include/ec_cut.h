@@ -325,7 +325,7 @@ static inline int64_t ec_cut_most_touched(const ec_part *p) { return p->touches.
  * in the cut: they come in, and `listed` counts them. `rows` has room for ec_cut_most_touched(). Returns how many.
  *
  * Most of them the save has asked for in an earlier plan, and their slots are settled: so a plan costs what it reads first, and a bit a row.
- * A slot that holds another row is not settled any more, whether a plan takes it or gives it back (ec_cache_take, ec_cache_untake); and plans
+ * A slot that holds another row is not settled any more, whether a plan takes it or gives it back (ec_cache_arrive, ec_cache_untake); and plans
  * come in in the order they were made in, so who finds a slot settled comes behind the plan that has had its row read. */
 static int64_t ec_cut_unread(ec_side *s, const ec_part *p, int listing, uint8_t *members, int64_t length, int64_t *rows, int64_t *listed) {
     enum { AHEAD = 16 };

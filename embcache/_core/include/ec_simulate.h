@@ -15,7 +15,15 @@ static inline int ec_simulate_access(ec_cache *c, int64_t key, ec_choice *choice
         uint32_t victim = EC_NO_SLOT;
         choice->stood.size = choice->ghosts.size = 0; /* nothing is taken back here */
         if (ec_policy_choose(&c->policy, c->seats, c->slots, 0, c->free.count == 0, 1, &victim, choice) != EC_OK) return EC_NOMEM;
-        slot = ec_cache_take(c, key, hash, 0, victim, choice).slot;
+        if (victim == EC_NO_SLOT) {
+            slot = ec_cache_take(c, key, hash, 0, choice).slot;
+        } else {
+            const int64_t gone = ec_cache_displace(c, victim, key, 0).before.key;
+            ec_index_erase(&c->index, gone, ec_hash(gone));
+            ec_index_insert(&c->index, key, hash, victim);
+            ec_cache_arrive(c, victim, key, hash, choice);
+            slot = victim;
+        }
         ec_cache_unpin(c, (uint32_t)slot);
     }
     ec_policy_touch(&c->policy, c->seats, (uint32_t)slot);

@@ -497,6 +497,7 @@ class TrainPipeline:
         if not any(collection.manager.door.held for collection in flow.collections.values()):
             flow.stop(PATIENCE_S)
             flow.give_up()  # what progress() had taken and put back while the coordinator did
+            self._end_given_up()
             flow.ready.clear()
             flow.loaded.clear()
         _let_go(flow)

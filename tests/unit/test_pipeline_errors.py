@@ -101,6 +101,25 @@ def test_errors_of_planning_reach_the_batch_they_belong_to() -> None:
     assert losses == serial(one, iter(good)) and same(one, other)
 
 
+def test_closing_ends_a_step_that_was_interrupted_before_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between taking a batch and training it: nobody else ends its plan where the pipeline is closed next."""
+    model = Model()
+    with ec.TrainPipeline(model, sgd(model), depth=3) as pipe:
+        source = batches(8)
+        pipe.progress(source)
+        start = pipe.timeline.start
+
+        def interrupted(stage: str, number: int) -> float:
+            if stage == "compute":
+                raise KeyboardInterrupt
+            return start(stage, number)
+
+        monkeypatch.setattr(pipe.timeline, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.progress(source)
+    assert (model.rows.manager.outstanding, model.rows.manager.stats()["pinned"]) == (0, 0)
+
+
 def test_an_error_in_the_step_ends_its_pins() -> None:
     class Failing(Model):
         calls = 0
